@@ -201,11 +201,13 @@ def test_the_owner_of_a_server_is_known_before_and_after_it_accepts(host: str) -
         pytest.skip("this host has no such address")
     with listener, socket.create_connection(listener.getsockname()[:2]) as client:
         ends = client.getpeername(), client.getsockname()
-        assert sockets._owners(family, (ends[0], None), ends) == [os.geteuid(), sockets._UNACCEPTED]
+        owners = sockets.SocketOwners()
+        assert owners.find(family, [(ends[0], None), ends]) == [os.geteuid(), sockets._UNACCEPTED]
         with listener.accept()[0]:
-            assert sockets._owners(family, ends) == [os.geteuid()]
-        assert sockets._owners(family, ends) == [sockets._CLOSED]
-    assert sockets._owners(family, (ends[0], None)) == [sockets._CLOSED]
+            assert owners.find(family, [ends]) == [os.geteuid()]
+        assert owners.find(family, [ends]) == [sockets._CLOSED]
+    assert owners.find(family, [(ends[0], None)]) == [sockets._CLOSED]
+    owners.close()
 
 
 def test_a_socket_of_both_families_knows_the_users_of_its_clients() -> None:
@@ -218,6 +220,8 @@ def test_a_socket_of_both_families_knows_the_users_of_its_clients() -> None:
         sock, peer = listener.accept()
         with sock:
             assert sockets.is_loopback(peer[0])
-            assert sockets._owners(sock.family, (peer, sock.getsockname())) == [os.geteuid()]
+            owners = sockets.SocketOwners()
+            assert owners.find(sock.family, [(peer, sock.getsockname())]) == [os.geteuid()]
             client.close()
-            assert sockets.refused_user(sock) == sockets._CLOSED
+            assert sockets.refused_users(owners, listener, [(sock, peer)]) == [sockets._CLOSED]
+            owners.close()

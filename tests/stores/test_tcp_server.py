@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -317,24 +319,61 @@ def test_a_client_of_this_host_that_has_gone_is_not_taken_for_one_of_another_hos
             hosts[0].enter()
             with socket.create_server((hosts[0].ipv4, 0)) as listener:
                 client = socket.create_connection(listener.getsockname())
-                sock, _ = listener.accept()
+                sock, peer = listener.accept()
                 client.sendall(b"bytes")
                 client.close()
-                pipe.send(sockets.refused_user(sock))
+                pipe.send(sockets.refused_users(sockets.SocketOwners(), listener, [(sock, peer)]))
                 sock.close()
 
         with in_child(accept) as (pipe, _):
-            assert pipe.recv() == -1
+            assert pipe.recv() == [-1]
 
 
-def test_a_client_that_has_gone_is_not_taken_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        sock, _ = listener.accept()
-        with sock:
-            assert sockets.refused_user(sock) is None
-            client.close()
-            assert sockets.refused_user(sock) == -1
+def test_clients_that_have_gone_are_not_taken_for_root() -> None:
+    """The kernel is asked for all at once, and again over the same socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(sockets.SocketOwners()) as owners:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(5)]
+        peers = [listener.accept() for _ in clients]
+        assert sockets.refused_users(owners, listener, peers) == [None] * 5
+        for number in (1, 4):
+            clients[number].close()
+        assert sockets.refused_users(owners, listener, peers) == [None, -1, None, None, -1]
+        for each, _ in peers:
+            each.close()
+        for each in clients:
+            each.close()
+
+
+class FullSocket:
+    """Socket to the kernel that has no memory left for the second answer."""
+
+    def __init__(self, netlink: socket.socket) -> None:
+        self.send, self.close, self._recv = netlink.send, netlink.close, netlink.recv
+        self._answers = 0
+
+    def recv(self, size: int, flags: int) -> bytes:
+        self._answers += 1
+        if self._answers == 2:
+            raise OSError(errno.ENOBUFS, "no buffer space available")
+        return self._recv(size, flags)
+
+
+def test_clients_are_refused_while_the_kernel_has_no_memory_to_say_whose_they_are() -> None:
+    """Once they counted as clients of another host, and were admitted."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(sockets.SocketOwners()) as owners:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        peers = [listener.accept() for _ in clients]
+        assert sockets.refused_users(owners, listener, peers[:1]) == [None]
+        owners._netlink = FullSocket(owners._netlink)  # type: ignore[arg-type,assignment]
+        refused = sockets.refused_users(owners, listener, peers)
+        assert all(user is not None and user < 0 for user in refused)
+        # Answers that nobody has read do not count for the next clients.
+        clients[0].close()
+        assert sockets.refused_users(owners, listener, peers) == [-1, None, None]
+        for each, _ in peers:
+            each.close()
+        for each in clients[1:]:
+            each.close()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "myself.example"])

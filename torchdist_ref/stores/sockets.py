@@ -28,6 +28,8 @@ from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+Peer = tuple[socket.socket, tuple[Any, ...]]
+Ends = tuple[tuple[Any, ...], tuple[Any, ...] | None]
 BACKLOG = 4096
 TRUST_NETWORK = "TORCHDIST_REF_TRUST_NETWORK"
 
@@ -38,6 +40,7 @@ _REQUEST, _REPLY_KIND, _REPLY = map(struct.Struct, ("=IHHIIBBBBIHH16s16sIII", "=
 # States: TCP_ESTABLISHED; those of connections that may wait to be accepted (also TCP_SYN_RECV); that of listeners.
 _CONNECTED, _OPENED, _LISTENING = 1, (1, 3), 10
 _CLOSED, _UNACCEPTED, _UNASKED = -1, -2, -3
+_EXHAUSTED = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN
 
 
 @lru_cache
@@ -235,20 +238,19 @@ def trusts_network() -> bool:
     return os.environ.get(TRUST_NETWORK, "") not in ("", "0")
 
 
-def refused_user(sock: socket.socket) -> int | None:
-    """Return the user of an accepted connection if a server must not answer it, else None.
+def refused_users(owners: SocketOwners, listener: socket.socket, peers: Sequence[Peer]) -> list[int | None]:
+    """Return, for each connection that a listener accepted, its user if a server must not answer it, else None.
 
     Of the processes of this host, by whatever address they came, only those of this user and of root are answered; -1
     stands for one that is closed already. Clients of other hosts are unknown to the kernel.
     """
     if trusts_network():
-        return None
-    try:
-        peer = sock.getpeername()
-        [user] = _owners(sock.family, (peer, sock.getsockname()))
-        return None if user == _CLOSED and _is_elsewhere(sock, peer[0]) else _refused(user)
-    except OSError:
-        return _CLOSED
+        return [None] * len(peers)
+    found = owners.find(listener.family, [(address, sock.getsockname()) for sock, address in peers])
+    return [
+        None if user == _CLOSED and _is_elsewhere(sock, address[0]) else _refused(user)
+        for user, (sock, address) in zip(found, peers, strict=True)
+    ]
 
 
 def refused_server(sock: socket.socket) -> int | None:
@@ -263,7 +265,9 @@ def refused_server(sock: socket.socket) -> int | None:
     peer, own = sock.getpeername(), sock.getsockname()
     if trusts_network():
         return None
-    listener, user = _owners(sock.family, (peer, None), (peer, own))
+    owners = SocketOwners()
+    listener, user = owners.find(sock.family, [(peer, None), (peer, own)])
+    owners.close()
     if user == _UNASKED:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if user == _CLOSED and _is_elsewhere(sock, peer[0]):
@@ -283,30 +287,44 @@ def _refused(user: int | None) -> int | None:
     return None if user is None or user == os.geteuid() or user == 0 else user
 
 
-def _owners(
-    family: socket.AddressFamily, *ends: tuple[tuple[Any, ...], tuple[Any, ...] | None]
-) -> Sequence[int | None]:
-    """Return the users that own TCP sockets of this host; `_CLOSED` or `_UNACCEPTED` for one without, None if unknown.
+class SocketOwners:
+    """Users that own TCP sockets of this host, as the kernel says; it is asked over one socket, opened at first use.
 
-    `_UNASKED` stands for all of them if there was no descriptor to ask the kernel.
-
-    sock_diag(7) finds a socket by its two addresses, and one that listens by its own.
-
-    Args:
-        family: address family of the sockets.
-        ends: address of each socket, and that of its peer; None if it listens.
+    sock_diag(7) finds a socket by its two addresses, and one that listens by its own. One process asks at a time.
     """
-    unknown = [None] * len(ends)
-    if not hasattr(socket, "AF_NETLINK"):
-        return unknown
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
-            netlink.send(b"".join([_owner_request(family, own, peer) for own, peer in ends]))
+
+    def __init__(self) -> None:
+        self._netlink: socket.socket | None = None
+
+    def find(self, family: socket.AddressFamily, ends: Sequence[Ends]) -> list[int | None]:
+        """Return the owner of each socket; `_CLOSED` or `_UNACCEPTED` for one without, None if unknown.
+
+        `_UNASKED` stands for all of them if there was no descriptor or memory to ask the kernel.
+
+        Args:
+            family: address family of the sockets.
+            ends: address of each socket, and that of its peer; None if it listens.
+        """
+        if not hasattr(socket, "AF_NETLINK"):
+            return [None] * len(ends)
+        try:
+            if self._netlink is None:
+                self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
+            self._netlink.send(b"".join([_owner_request(family, own, peer) for own, peer in ends]))
             # The kernel replies within the system call that sends: nothing has to be waited for.
-            return [_owner_in(netlink.recv(_REPLY_BYTES, socket.MSG_DONTWAIT), peer is None) for _, peer in ends]
-    except OSError as error:
-        # Without descriptors, nobody is believed: others could use them up.
-        return [_UNASKED] * len(ends) if error.errno in (errno.EMFILE, errno.ENFILE) else unknown
+            receive = self._netlink.recv
+            return [_owner_in(receive(_REPLY_BYTES, socket.MSG_DONTWAIT), peer is None) for _, peer in ends]
+        except OSError as error:
+            # Other replies may be left in it.
+            self.close()
+            # Without descriptors or memory, nobody is believed: others could use them up.
+            return [_UNASKED if error.errno in _EXHAUSTED else None] * len(ends)
+
+    def close(self) -> None:
+        """Close the socket; the next question opens another."""
+        if self._netlink is not None:
+            self._netlink.close()
+            self._netlink = None
 
 
 def _owner_request(family: socket.AddressFamily, own: tuple[Any, ...], peer: tuple[Any, ...] | None) -> bytes:

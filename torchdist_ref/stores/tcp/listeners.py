@@ -10,14 +10,13 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from time import monotonic
 
-from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, DescriptorPoller, refused_user
+from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, DescriptorPoller, Peer, SocketOwners, refused_users
 
 logger = logging.getLogger("torchdist_ref.stores")
 
-ACCEPTED_IN_TURN = 16
+ACCEPTED_IN_TURN = 48
 ACCEPT_RETRY_SECONDS = 0.1
 WARNING_SECONDS = 60.0
 MAX_REPORTED_USERS = 16
@@ -42,6 +41,7 @@ class ListeningSockets:
         self._refused: set[int] = set()
         self._warned_at = -WARNING_SECONDS
         self._reserve: int | None = None
+        self._owners = SocketOwners()
         self._reopen_reserve()
         self.listen(True)
 
@@ -57,23 +57,25 @@ class ListeningSockets:
             else:
                 self._poller.unregister(each.fileno())
 
-    def accept(self, descriptor: int) -> Iterator[socket.socket]:
-        """Return an iterator over connections that wait at one of the sockets, without those of other users."""
+    def accept(self, descriptor: int) -> list[socket.socket]:
+        """Return connections that wait at one of the sockets, without those of other users."""
         self.exhausted = False
+        listener = next((each for each in self.sockets if each.fileno() == descriptor), None)
+        if listener is None:
+            return []  # a connection that was closed in this turn
+        peers: list[Peer] = []
         try:
-            for listener in (each for each in self.sockets if each.fileno() == descriptor):
-                for _ in range(ACCEPTED_IN_TURN):
-                    sock = listener.accept()[0]
-                    if self._admits(sock):
-                        yield sock
-                    else:
-                        sock.close()
+            while len(peers) < ACCEPTED_IN_TURN:
+                peers.append(listener.accept())
         except BlockingIOError:
             pass
         except OSError as error:
             # Other errors concern only the connection, which is closed already.
             if error.errno in _EXHAUSTED:
                 self._note_exhausted(error)
+        # The kernel is asked once for all of them.
+        users = refused_users(self._owners, listener, peers) if peers else []
+        return [sock for (sock, _), user in zip(peers, users, strict=True) if self._admits(sock, user)]
 
     def turn_away(self, descriptor: int) -> None:
         """Accept a connection and close it, with the reserve; without the reserve, stop listening for a while."""
@@ -96,14 +98,16 @@ class ListeningSockets:
         """Close the sockets and the reserve."""
         for each in self.sockets:
             each.close()
+        self._owners.close()
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
 
-    def _admits(self, sock: socket.socket) -> bool:
-        user = refused_user(sock)
+    def _admits(self, sock: socket.socket, user: int | None) -> bool:
+        """Return whether the server answers a connection; close it if not."""
         if user is None:
             return True
+        sock.close()
         if user < 0:
             # The client has gone, or there was no descriptor to ask the kernel for its user.
             self._check_descriptors()
