@@ -98,8 +98,25 @@ def tokens(source: str) -> list[Token]:
 def matches(source: str, pattern: str) -> list[Match]:
     """Return every place of the source where the pattern fits."""
     wanted, found = tokens(pattern), tokens(source)
-    fits = (_fit(found[start : start + len(wanted)], wanted) for start in range(len(found) - len(wanted) + 1))
+    offset, word = max(enumerate(token.text for token in wanted), key=_distinctive)
+    starts = [at - offset for at in _positions(source).get(word, ())] if word[0] != "$" else range(len(found))
+    fits = (
+        _fit(found[start : start + len(wanted)], wanted) for start in starts if 0 <= start <= len(found) - len(wanted)
+    )
     return [match for match in fits if match]
+
+
+def _distinctive(token: tuple[int, str]) -> tuple[bool, int]:
+    """Order tokens of a pattern by how rarely they may occur: the longest is compared first, no placeholder."""
+    return not token[1].startswith("$"), len(token[1])
+
+
+@functools.cache
+def _positions(source: str) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for position, token in enumerate(tokens(source)):
+        found.setdefault(token.text, []).append(position)
+    return found
 
 
 def _fit(found: list[Token], wanted: list[Token]) -> Match | None:
