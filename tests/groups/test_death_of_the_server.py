@@ -16,6 +16,7 @@ from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_su
 from tests.groups.test_ranks_that_left import free_port
 from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.groups.meeting import Meeting
+from torchdist_ref.stores import PrefixStore
 
 HOSTS = ["AAA", "ABC"]
 
@@ -73,6 +74,32 @@ def test_its_death_in_the_initialization_is_named(hosts: str, monkeypatch: pytes
             assert "rank 0 died" in text, text
         else:
             assert "rank 0, or the launcher" in text, text
+
+
+@pytest.mark.parametrize("ends", ["dies", "fails"])
+def test_its_end_before_it_opens_a_round_is_named(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the others took the server for that of the last world, and connected again until the time-out."""
+    port, all_looked = free_port(), multiprocessing.get_context("fork").Barrier(WORLD)
+    look = PrefixStore.get_if_present
+
+    def look_at_once(store: PrefixStore, key: Any) -> bytes | None:
+        found = look(store, key)
+        if key == "round":
+            all_looked.wait(20)
+        return found
+
+    def end_first(*_: Any) -> None:
+        all_looked.wait(20)
+        if ends == "dies":
+            end()
+        raise MemoryError
+
+    monkeypatch.setattr(PrefixStore, "get_if_present", look_at_once)
+    monkeypatch.setattr(Meeting, "_collect", end_first)
+    found = errors_of_survivors(lambda number: initialize((number - CULPRIT) % WORLD, port, "AAA"))
+    for number, error in found.items():
+        assert f"init_process_group on rank {(number - CULPRIT) % WORLD}: TCPStore: the server at " in error.text
+        assert "is gone" in error.text and "rank 0, or the launcher" in error.text, error.text
 
 
 def test_its_failure_in_the_initialization_leaves_time_to_read_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,9 @@ from torchdist_ref.errors import (
     StoreTimeoutError,
     UsageError,
     explain,
+    in_context,
     rank_names,
+    text_of,
 )
 from torchdist_ref.liveness import (
     MemberWatch,
@@ -134,6 +136,7 @@ class Meeting:
         rank: This rank.
         size: Number of ranks.
         values: Values of the awaited keys, once `watched` has yielded; None if it waits for no other rank.
+        store_is_new: Whether the store had no round when this rank first looked: no earlier world has used it.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class Meeting:
         self._round = ""
         self._found: Round | None = None
         self._looked, self._inherited = False, ""
+        self.store_is_new = False
         self._missed: set[str] = set()
         self._published: Mapping[str, str | bytes] = {}
         self._awaited: Sequence[str] = ()
@@ -280,18 +284,22 @@ class Meeting:
 
     def _read_round(self, deadline: Deadline) -> Round:
         looked, self._looked = self._looked, True
-        # A server of rank 0 has no older round.
-        looks = self._outlives_worlds and not looked
-        if looks and (found := self._worlds.get_if_present(_ROUND)) is not None:
-            # Of this world, or of one before whose rank 0 has ended.
-            inherited = Round.parse(found)
-            self._inherited = "" if inherited.is_of_living_process() else inherited.nonce
-            return inherited
+        if not looked:
+            if (found := self._worlds.get_if_present(_ROUND)) is not None:
+                return self._inherit(Round.parse(found))
+            self.store_is_new = True
         worlds = WatchedStore(_WORLDS, self._whole, lambda: None)
         try:
             return Round.parse(worlds.wait_get([_ROUND], timedelta(seconds=deadline.remaining()))[0])
         except StoreTimeoutError as error:
             raise self._stalled() from error
+
+    def _inherit(self, opened: Round) -> Round:
+        """Return a round that was open before this rank looked, after noting whether its rank 0 may have ended."""
+        # A server of rank 0 has no older round.
+        if self._outlives_worlds and not opened.is_of_living_process():
+            self._inherited = opened.nonce
+        return opened
 
     def _greet(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
         """Wait for the list of those who have met; return whether this rank's nonce is in it."""
@@ -440,7 +448,11 @@ def _meet_at_rank_0(url: str, found: tuple[Store, int, int], timeout: timedelta,
             if meeting.finds_new_round(deadline):
                 return meeting
             # This is the server that rank 0 ran for the last world, which has not ended yet.
-        except DistNetworkError:
+        except DistNetworkError as error:
+            if meeting.store_is_new:
+                # The server of the last world has its round, so this one was that of this world's rank 0.
+                _close_store(store)
+                raise in_context(f"{_OPERATION} on rank {rank}: {text_of(error)}", error) from error
             # It ended just now.
             if deadline.passed():
                 raise
