@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +80,49 @@ def test_a_late_rank_raises_and_the_next_barrier_passes() -> None:
     first, late = run(program, 2)
     assert "[Rank 0]: Rank 1 failed" in first and "Check whether these ranks are alive" in first
     assert "[Rank 1]: Rank 1 failed" in late and "after the others had timed out" in late
+
+
+@pytest.mark.parametrize("how", ["destroy", "abort"])
+def test_the_leave_of_a_rank_that_has_not_arrived_ends_the_wait(how: str) -> None:
+    """Once the others waited for the time-out, which `run` does not allow here."""
+    left = threading.Event()
+
+    def program(rank: int) -> str:
+        group = dist.new_group()
+        if rank == 1:
+            dist.destroy_process_group(group) if how == "destroy" else group.abort()  # type: ignore[union-attr]
+            left.set()
+            return ""
+        if rank == 2:
+            # The leave is found by a rank that waits already, and by one that comes later.
+            assert left.wait(10)
+        with pytest.raises(dist.GroupAbortedError) as caught:
+            dist.monitored_barrier(group, timedelta(seconds=60))
+        assert caught.value.ranks == (1,) or rank == 0
+        return str(caught.value)
+
+    found = run(program, 3, timeout=20)
+    verb = "destroyed the group" if how == "destroy" else "rank 1 aborted: "
+    for rank in (0, 2):
+        assert (
+            found[rank].startswith(f"[Rank {rank}]: Rank") and "failed to pass monitoredBarrier (group " in found[rank]
+        )
+        assert f"monitored_barrier on rank {rank} of group " in found[rank] and verb in found[rank]
+
+
+def test_a_rank_that_has_arrived_may_leave() -> None:
+    """It was interrupted, say, when the last rank had yet to come."""
+    store, asked = PrefixStore("group", HashStore()), []
+    store.set("monitored/1/1", "")
+
+    def departure(ranks: Sequence[int]) -> BaseException | None:
+        asked.append(list(ranks))
+        if len(asked) == 2:
+            store.set("monitored/1/2", "")
+        return dist.GroupAbortedError("rank 1 left") if 1 in ranks else None
+
+    run_monitored_barrier(store, 0, (0, 1, 2), timedelta(seconds=20), "world", lambda: None, departure)
+    assert asked == [[1, 2], [2]]
 
 
 def in_a_subgroup(rank: int) -> str:

@@ -12,14 +12,21 @@ pass: neither arrivals nor rounds are counted there. Do not add calls of a backe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
-from torchdist_ref.errors import DistNetworkError, RankDiedError, RankStalledError, StoreTimeoutError
+from torchdist_ref.errors import (
+    DistBackendError,
+    DistNetworkError,
+    GroupAbortedError,
+    RankDiedError,
+    RankStalledError,
+    StoreTimeoutError,
+)
 from torchdist_ref.stores.base import Store, limit_requests
-from torchdist_ref.stores.prefix import WatchedStore
+from torchdist_ref.stores.prefix import PrefixStore, WatchedStore
 from torchdist_ref.timeouts import Deadline, found_soon
 
 _ALL_ARRIVED = "all arrived"
@@ -34,6 +41,7 @@ def run_monitored_barrier(
     timeout: timedelta,
     name: str,
     failure: Callable[[], BaseException | None],
+    departure: Callable[[Sequence[int]], BaseException | None] = lambda ranks: None,
 ) -> None:
     """Wait until all members of a group have called this.
 
@@ -44,17 +52,27 @@ def run_monitored_barrier(
         timeout: Time to wait for the others.
         name: Name of the group, for errors.
         failure: Function that returns the error of a member that has failed, or None.
+        departure: Function that returns the error of those of some group ranks that have left the group, or None.
 
     Raises:
         RankStalledError: Ranks did not arrive in time; the message names all of them, on every rank that arrived.
         RankDiedError: The same before the time-out, because a member has failed.
+        GroupAbortedError: The same, because a member that had not arrived has left the group.
 
     A rank that cannot reach the store raises RankStalledError too, which says so.
     """
     rounds = _rounds.setdefault(store, Counter())
     rounds[rank] += 1
-    number = rounds[rank]
-    store = WatchedStore("monitored", store, failure)
+    number, plain = rounds[rank], PrefixStore("monitored", store)
+    others = [other for other in range(len(members)) if other != rank]
+
+    def end() -> BaseException | None:
+        if (found := failure()) is not None or departure(others) is None:
+            return found
+        # A rank that has arrived may leave.
+        return departure([other for other in others if not plain.check([f"{number}/{other}"])])
+
+    store = WatchedStore("monitored", store, end)
     with limit_requests(timeout.total_seconds()) as deadline:
         try:
             verdict = _verdict(store, number, rank, len(members), deadline)
@@ -62,13 +80,13 @@ def run_monitored_barrier(
             raise _cut_off_error(rank, members, timeout, name, error) from error
         except DistNetworkError as error:
             # The store may have ended with the rank that serves it.
-            if (found := found_soon(failure)) is None:
+            if (found := found_soon(end)) is None:
                 raise
             absent = [members.index(each) for each in getattr(found, "ranks", ())]
             raise _missing_error(absent, rank, members, timeout, name, found) from error
         if verdict != _ALL_ARRIVED:
             absent = [int(position) for position in verdict.split(",")]
-            raise _missing_error(absent, rank, members, timeout, name, failure())
+            raise _missing_error(absent, rank, members, timeout, name, end())
         _delete_round(store, number - 1, rank)
 
 
@@ -81,7 +99,7 @@ def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline
             store.wait_get(keys, timedelta(seconds=deadline.remaining()), {own: ""})
             return store.compare_set(key, "", _ALL_ARRIVED).decode()
         return store.wait_get([key], timedelta(seconds=deadline.remaining()), {own: ""})[0].decode()
-    except (StoreTimeoutError, RankDiedError):
+    except (StoreTimeoutError, RankDiedError, GroupAbortedError):
         absent = [str(other) for other in range(size) if store.get_if_present(keys[other]) is None]
         return store.compare_set(key, "", ",".join(absent) or _ALL_ARRIVED).decode()
 
@@ -98,13 +116,14 @@ def _cut_off_error(
 
 def _missing_error(
     absent: list[int], rank: int, members: tuple[int, ...], timeout: timedelta, name: str, failure: BaseException | None
-) -> RankStalledError | RankDiedError:
+) -> DistBackendError:
     names = ", ".join(str(members[position]) for position in absent)
     ranks = f"Rank{'s' if len(absent) > 1 else ''} {names}"
     here = f"[Rank {members[rank]}]: {ranks} failed to pass monitoredBarrier"
     missing = [members[position] for position in absent]
     if failure is not None:
-        return RankDiedError(f"{here} (group {name!r}). {failure}").naming(missing)
+        kind = GroupAbortedError if isinstance(failure, GroupAbortedError) else RankDiedError
+        return kind(f"{here} (group {name!r}). {failure}").naming(missing)
     text = f"{here} in {timeout.total_seconds() * 1000:.0f} ms (group {name!r})."
     if rank in absent:
         late = "This rank arrived after the others had timed out in monitoredBarrier."

@@ -151,6 +151,7 @@ class ProcessGroup(CallsFromTorch):
                 timeout or timedelta(seconds=self.timeout),
                 self.group_desc,
                 lambda: self.backend.failure(others, "monitored_barrier"),
+                lambda ranks: self.backend.departure(ranks, "monitored_barrier"),
             )
 
     def _backend_names(self) -> Mapping[str, str]:
