@@ -258,6 +258,39 @@ def test_a_death_is_named_though_survivors_raised_their_own_exceptions(
     assert (found.kind, found.ranks, found.number) == ("died", (1,), (2, 0))
 
 
+def gives_up_and_raises_its_own(folder: Path, rank: int) -> None:
+    """Rank 1 is in other code; the others stop waiting before the call's time-out, and fail because of that."""
+    if rank == 1:
+        for other in (0, 2):
+            wait_for_file(folder / f"rank{other}.json")
+        os._exit(flight_recorder.dump() is None)
+    work = dist.all_reduce(fill(rank, (7,)), async_op=True)
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except dist.DistBackendError as error:
+        failure = ValueError("step 1 failed")
+        failure.__cause__ = error
+        flight_recorder.dump_failure(failure)
+        raise failure from error
+
+
+def test_a_rank_that_others_stopped_waiting_for_is_behind_though_they_raised_their_own_exceptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the verdict was that rank 0 raised ValueError: the call itself had not failed."""
+    found = verdict_on(partial(gives_up_and_raises_its_own, tmp_path), 3, tmp_path, monkeypatch)
+    assert "ValueError: step 1 failed" in {dump.error for dump in read_directory(tmp_path).ranks.values()}
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), (1, 0)), found.sentence
+
+
+def test_exceptions_that_are_tied_into_a_ring_have_no_cause() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    first.__context__, second.__context__ = second, first
+    assert flight_recorder.caused_by_another_rank(first) is None
+    second.__cause__ = dist.RankStalledError("rank 1 did not arrive")
+    assert flight_recorder.caused_by_another_rank(first) is second.__cause__
+
+
 def test_an_exception_that_ended_the_group_is_named_before_those_that_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

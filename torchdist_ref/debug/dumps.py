@@ -135,6 +135,7 @@ class RankDump:
         process: Host and pid, if known.
         reason: Cause of the dump, if known.
         error: Type and message of the exception that caused it, or the empty string.
+        error_cause: Type and message of the exception behind it that another rank caused, or the empty string.
         error_frames: Stack of that exception, innermost frame first.
         error_ranks: Global ranks that it names because they did not do their part.
         program: Stack of the thread that runs the program, innermost frame first.
@@ -149,6 +150,7 @@ class RankDump:
     process: str = ""
     reason: str = ""
     error: str = ""
+    error_cause: str = ""
     error_frames: tuple[Frame, ...] = ()
     error_ranks: tuple[int, ...] = ()
     program: tuple[Frame, ...] = ()
@@ -411,6 +413,7 @@ def _our_dump(content: dict[str, Any], source: str) -> RankDump:
         process=f"{_text(content['host'])}, pid {_int(content['pid'])}",
         reason=_text(content["reason"]),
         error="" if error is None else _text(error["text"]),
+        error_cause="" if error is None else _text(error.get("caused_by", "")),
         error_frames=() if error is None else _frames(error["frames"]),
         error_ranks=() if error is None else _ranks(error),
         program=_frames(threads[0]["frames"]) if threads else (),

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torchdist_ref.debug.call_sites import frames_of
-from torchdist_ref.errors import GroupAbortedError, message_of
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, message_of
 from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, announce_dump_signal, wants_dumps
 from torchdist_ref.processes import catches_signal
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
@@ -203,11 +203,26 @@ def _event(event: CallRecord, wall: float, stacks: dict[tuple[Frame, ...], int])
 
 
 def _error(error: BaseException) -> dict[str, Any]:
+    cause = caused_by_another_rank(error)
     return {
         "text": message_of(error)[:MAX_TEXT],
+        "caused_by": "" if cause is None else message_of(cause)[:MAX_TEXT],
         "frames": frames_of_traceback(error.__traceback__),
         "ranks": getattr(error, "ranks", ())[:MAX_RANKS],
     }
+
+
+def caused_by_another_rank(error: BaseException) -> BaseException | None:
+    """Return the exception that another rank caused: this one, or the nearest one that it was raised from or after."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    # A program may have tied exceptions into a ring.
+    while following is not None and id(following) not in seen:
+        if isinstance(following, (GroupAbortedError, RankDiedError, RankStalledError)):
+            return following
+        seen.add(id(following))
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return None
 
 
 def frames_of_traceback(trace: TracebackType | None) -> list[Frame]:

@@ -255,7 +255,9 @@ def _first_raised(candidates: Iterable[RankDump]) -> Verdict | None:
 
 def _failed_because_of_another(dump: RankDump) -> bool:
     """Return whether a call of a rank has failed because of another rank; what it raises then may follow from that."""
-    return any(event.error.startswith(_CAUSED_BY_ANOTHER) for group in dump.groups for event in group.events)
+    return bool(dump.error_cause) or any(
+        event.error.startswith(_CAUSED_BY_ANOTHER) for group in dump.groups for event in group.events
+    )
 
 
 def _short(text: str, most: int = 300) -> str:
@@ -295,7 +297,10 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
 def _gave_up(dump: RankDump) -> bool:
     """Return whether a time-out of a rank's own passed, so that it was waiting for another one."""
     events = (event for group in dump.groups for event in group.events)
-    return any(error.startswith("RankStalledError") for error in (dump.error, *(event.error for event in events)))
+    return any(
+        error.startswith("RankStalledError")
+        for error in (dump.error, dump.error_cause, *(event.error for event in events))
+    )
 
 
 def _abort(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
