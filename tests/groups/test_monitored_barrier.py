@@ -98,7 +98,7 @@ def test_the_leave_of_a_rank_that_has_not_arrived_ends_the_wait(how: str) -> Non
             assert left.wait(10)
         with pytest.raises(dist.GroupAbortedError) as caught:
             dist.monitored_barrier(group, timedelta(seconds=60))
-        assert caught.value.ranks == (1,) or rank == 0
+        assert 1 in caught.value.ranks
         return str(caught.value)
 
     found = run(program, 3, timeout=20)
