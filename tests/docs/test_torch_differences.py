@@ -94,6 +94,7 @@ def of_gloo(rank: int, path: str) -> Facts:
     factor = torch.tensor([rank + 2.0], requires_grad=True)
     torch.distributed.nn.functional.all_reduce(factor, c10d.ReduceOp.PRODUCT).backward(torch.tensor([3.0]))
     found["product"] = factor.grad.item() if factor.grad is not None else None
+    found["graphs"] = gradients_of_plain_collectives(rank)
     group = c10d.new_group([0, 1, 2])
     objects = [None] * 3
     c10d.all_gather_object(objects, RunsCode(), group)
@@ -101,6 +102,24 @@ def of_gloo(rank: int, path: str) -> Facts:
     c10d.destroy_process_group(group)
     found["destroyed"] = error(lambda: c10d.all_reduce(torch.ones(1), group=group)), error(lambda: group_rank(group))
     return found | refusals(rank)
+
+
+def gradients_of_plain_collectives(rank: int) -> Facts:
+    """Return the gradients of one call's inputs on this rank, by the call; and the error of the one that raises."""
+    found: Facts = {}
+    for name in ("reduce_scatter", "reduce_scatter_tensor", "all_to_all"):
+        inputs = torch.ones(3, 1, requires_grad=True)
+        outputs = [torch.zeros(1) for _ in range(3)]
+        if name == "all_to_all":
+            c10d.all_to_all(outputs, list(inputs.unbind()))
+        elif name == "reduce_scatter":
+            c10d.reduce_scatter(outputs[rank], list(inputs.unbind()))
+        else:
+            c10d.reduce_scatter_tensor(outputs[rank], inputs.reshape(3))
+        outputs[rank].backward()
+        found[name] = None if inputs.grad is None else inputs.grad.flatten().tolist()
+    tensor = torch.ones(1, requires_grad=True)
+    return found | {"all_gather": error(lambda: c10d.all_gather_into_tensor(torch.zeros(3), tensor))}
 
 
 def group_rank(group: Any) -> int:
@@ -161,6 +180,13 @@ def test_gloos_results_that_ours_do_not_have(gloo: list[Facts]) -> None:
         assert found["product"] == 27.0 != 9.0 * 24 / (rank + 2)
     lost = [value == value for found in gloo for value in found["nan"]]
     assert any(lost) and not all(lost)
+
+
+def test_gloos_outputs_have_the_graph_of_one_rank(gloo: list[Facts]) -> None:
+    for rank, found in enumerate(gloo):
+        own = [float(other == rank) for other in range(3)]
+        assert "A view was created in no_grad mode" in found["graphs"].pop("all_gather")
+        assert found["graphs"] == {"reduce_scatter": own, "reduce_scatter_tensor": own, "all_to_all": None}
 
 
 def test_gloo_rejects_what_the_pages_say(gloo: list[Facts]) -> None:
