@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.process_ends import all_ended
+from torchdist_ref.elastic.bootstrap import get_free_port
 
 ROOT = Path(__file__).parent.parent
 WAIT = "import signal\nwhile True: signal.pause()\n"
@@ -332,16 +333,52 @@ def test_a_signal_is_handled_while_nobody_reads_the_output(signum: signal.Signal
     with subprocess.Popen(
         arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=errors
     ) as launcher:
-        assert launcher.stdout is not None
-        # Until nothing more fits: short lines leave a part of some pages empty.
-        held, before, unchanged = array.array("i", [0]), 0, 0
-        while not held[0] or unchanged < 30:
-            before = held[0]
-            fcntl.ioctl(launcher.stdout, termios.FIONREAD, held)
-            unchanged = unchanged + 1 if held[0] == before else 0
-            time.sleep(0.01)
+        wait_until_full(launcher)
         launcher.send_signal(signum)
         try:
             assert launcher.wait(10) == 128 + signum
         finally:
             launcher.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_print_as_they_end_do_not_hold_up_the_launcher(signum: signal.Signals, tmp_path: Path) -> None:
+    """Once the launcher wrote to a reader that did not read, for ever, and saw neither their end nor its grace time.
+
+    It gives a reader half a second.
+    """
+    handler = "def end(*_):\n for _ in range(300): print('x' * 1000, flush=True)\n os._exit(3)\n"
+    with running(tmp_path, f"{handler}for each in (15, 2): signal.signal(each, end)") as (launcher, ranks):
+        launcher.send_signal(signum)
+        assert launcher.wait(20) == 128 + signum
+        assert all_ended(ranks)
+
+
+def test_an_agent_whose_output_nobody_reads_ends_with_the_job(tmp_path: Path) -> None:
+    """Once it wrote its ranks' output for ever, and the first host waited five seconds for it.
+
+    It gives a reader half a second.
+    """
+    (tmp_path / "script.py").write_text("while True: print('x' * 1000)\n")
+    with contextlib.ExitStack() as stack:
+        launchers = []
+        port, null = str(get_free_port()), subprocess.DEVNULL
+        for number, output in enumerate((null, subprocess.PIPE)):
+            arguments = command("--nnodes", "2", "--node-rank", str(number), "--master-port", port, "script.py")
+            launcher = subprocess.Popen(arguments, cwd=tmp_path, env=environment(), stdout=output, stderr=null)
+            launchers.append(stack.enter_context(launcher))
+            stack.callback(launcher.kill)
+        wait_until_full(launchers[1])
+        launchers[0].send_signal(signal.SIGTERM)
+        assert [launcher.wait(20) for launcher in launchers] == [128 + signal.SIGTERM, 1]
+
+
+def wait_until_full(launcher: subprocess.Popen[bytes]) -> None:
+    """Wait until nothing more fits into a launcher's pipe: short lines leave a part of some pages empty."""
+    assert launcher.stdout is not None
+    held, before, unchanged = array.array("i", [0]), 0, 0
+    while not held[0] or unchanged < 30:
+        before = held[0]
+        fcntl.ioctl(launcher.stdout, termios.FIONREAD, held)
+        unchanged = unchanged + 1 if held[0] == before else 0
+        time.sleep(0.01)

@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from torchdist_ref.failure_record import FailureRecord, dump_signal, is_consequence, read, wants_dumps
-from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
+from torchdist_ref.launcher.worker import LineRelay, Sink, Worker, WorkerPlan, binary_sink
 from torchdist_ref.processes import (
     catches_signal,
     describe_exit,
@@ -42,7 +43,33 @@ _PIPE_READS = 4
 
 
 class OutputInterrupted(Exception):
-    """A signal arrived while the launcher wrote output."""
+    """A signal or a request to stop arrived while the launcher wrote output."""
+
+
+class _WatchedSink:
+    """Sink that calls a function before each write, and writes no more than a pipe takes that takes anything.
+
+    Args:
+        stream: Destination.
+        before_write: Function that gets the stream.
+    """
+
+    def __init__(self, stream: TextIO, before_write: Callable[[TextIO], None]) -> None:
+        self._stream, self._sink, self._before_write = stream, binary_sink(stream), before_write
+
+    def write(self, data: bytes) -> None:
+        """Write bytes and flush them."""
+        for start in range(0, len(data), select.PIPE_BUF):
+            self._before_write(self._stream)
+            self._sink.write(data[start : start + select.PIPE_BUF])
+            self._sink.flush()
+
+    def flush(self) -> None:
+        """Do nothing: all is flushed."""
+
+    def fileno(self) -> int:
+        """Return the descriptor of the destination."""
+        return self._stream.fileno()
 
 
 class Interrupts:
@@ -93,6 +120,14 @@ class Interrupts:
             raise OutputInterrupted
 
 
+def _descriptor(stream: TextIO) -> int | None:
+    """Return the descriptor of a stream; None for a stream of a notebook or a test, which has none."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
 def _ends_as_consequence(worker: Worker) -> bool:
     return bool(worker.plan.error_file) and is_consequence(Path(worker.plan.error_file))
 
@@ -106,7 +141,8 @@ class Supervisor:
         log: Function that receives the supervisor's own lines.
         interrupts: Signals to the launcher, to be forwarded to the workers.
         stop: Descriptor that becomes readable when the workers shall stop. Default: none.
-        on_child_end: Function to call when any child of this process has ended. Default: none.
+        on_child_end: Function to call when any child of this process has ended, which is a launcher's own process then:
+            once the job is to end, output that nobody reads is discarded. Default: none.
         on_start: Function to call when all workers have been started. Default: none.
 
     Attributes:
@@ -181,11 +217,34 @@ class Supervisor:
 
     def _start(self) -> None:
         for plan in self._plans:
-            worker = Worker(plan, self._log)
+            worker = Worker(plan, self._log, self._sink)
             self.workers.append(worker)
             self._selector.register(worker.process.descriptor, selectors.EVENT_READ, worker)
             for pipe, relay in worker.relays.items():
                 self._selector.register(pipe, selectors.EVENT_READ, relay)
+
+    def _sink(self, stream: TextIO) -> Sink:
+        return _WatchedSink(stream, self._await_reader) if self._on_child_end else binary_sink(stream)
+
+    def _await_reader(self, stream: TextIO) -> None:
+        """Wait until a stream takes output.
+
+        A request to stop interrupts that, as a signal does. Once one has come, a reader has a short time only: workers
+        may print as they end, and the launcher must notice their end and the end of their grace time.
+        """
+        descriptor = _descriptor(stream)
+        if descriptor is None:
+            return
+        stops = bool(self.signal) or self.stopped
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if self._stop_request is not None and not stops:
+            poll.register(self._stop_request, select.POLLIN)
+        ready = [each for each, _ in poll.poll(_READER_SECONDS * 1000 if stops else None)]
+        if not ready:
+            redirect_to_null(descriptor)
+        elif descriptor not in ready:
+            raise OutputInterrupted
 
     def _step(self) -> None:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -222,10 +281,7 @@ class Supervisor:
     def _discard_blocked_output(self) -> None:
         """Discard what the workers still print where nobody reads, since the job is to end."""
         for stream in (sys.stdout, sys.stderr):
-            try:
-                descriptor = stream.fileno()
-            except (OSError, ValueError):
-                # A stream of a notebook or a test.
+            if (descriptor := _descriptor(stream)) is None:
                 continue
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
@@ -258,6 +314,8 @@ class Supervisor:
         assert self._stop_request is not None
         self._selector.unregister(self._stop_request)
         self.stopped = True
+        if self._on_child_end:
+            self._discard_blocked_output()
         if self._code is None:
             self._stop_after_dumps(self.stop_signal, 128 + self.stop_signal)
         elif self._deadline is not None:

@@ -71,6 +71,7 @@ class Worker:
     Args:
         plan: Description.
         log: Function that receives a line if a log file cannot be written.
+        sink: Function that returns the sink of a stream of this process. Default: `binary_sink`.
 
     Attributes:
         plan: Description.
@@ -78,7 +79,12 @@ class Worker:
         relays: Relay of each open pipe, by descriptor.
     """
 
-    def __init__(self, plan: WorkerPlan, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        log: Callable[[str], None] = lambda line: None,
+        sink: Callable[[TextIO], Sink] | None = None,
+    ) -> None:
         self.plan = plan
         streams = ((plan.stdout, sys.stdout), (plan.stderr, sys.stderr))
         with contextlib.ExitStack() as stack:
@@ -95,7 +101,7 @@ class Worker:
         self.process.pipes = [reader for reader, _ in ends if reader is not None]
         self.relays = {
             reader.fileno(): LineRelay(
-                binary_sink(stream),
+                (sink or binary_sink)(stream),
                 output.prefix,
                 copy=LogFile(output.path, log) if output.path else None,
                 filtered=LogFile(output.filtered, log) if output.filters else None,
