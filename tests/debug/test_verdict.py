@@ -402,6 +402,35 @@ def test_a_mismatch_that_hangs_gloo_is_named(tmp_path: Path, monkeypatch: pytest
     assert (found.kind, found.ranks, found.number) == ("mismatch", (0,), (1, 0))
 
 
+def test_a_mismatch_that_gloo_accepts_is_named_by_the_dumps_of_ranks_that_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once ranks that had received garbage left without dumps."""
+
+    def program(rank: int) -> None:
+        dist.broadcast(fill(rank, (4,)).to(torch.int32 if rank == 2 else torch.float32), 0)
+        dist.destroy_process_group()
+
+    found = verdict_on(program, 3, tmp_path, monkeypatch, backend="gloo")
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (2,), (1, 0)), found.sentence
+
+
+def leaves_before_the_last_call(rank: int) -> None:
+    if rank != 1:
+        dist.all_reduce(fill(rank, (4,)))
+    dist.destroy_process_group()  # where it leaves
+
+
+def test_a_rank_that_left_on_gloo_is_behind_and_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the verdict was that it died."""
+    found = verdict_on(leaves_before_the_last_call, 3, tmp_path, monkeypatch, backend="gloo")
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), (1, 0)), found.sentence
+    where = line_of(leaves_before_the_last_call, "# where it leaves")
+    assert found.sentence.endswith(
+        f"; rank 1 made call 0 last, all_reduce(reduction=sum) of float32 [3], and has left the world at {where}."
+    )
+
+
 def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(rank: int) -> None:
         work = dist.all_reduce(fill(rank, (4,)), async_op=True) if rank != 1 else None
@@ -435,6 +464,15 @@ def test_a_rank_that_others_gave_up_on_gloo_is_behind(tmp_path: Path, monkeypatc
 
     found = verdict_on(program, 5, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks) == ("behind", (3,)), found.sentence
+
+
+def test_a_death_that_may_be_gloos_answer_to_a_mismatch_is_explained() -> None:
+    died = collective("RankDiedError: call 0 failed in Gloo: rank 1 died (pid 7 on here was killed by SIGABRT)", (1,))
+    for backend in ("gloo", "ref"):
+        group = GroupCalls("world", (0, 1), (died,), backend=backend)
+        found = find_verdict(Dumps({0: RankDump(0, "rank0.json", (group,))}))
+        assert (found.kind, found.ranks) == ("died", (1,))
+        assert ("TORCH_DISTRIBUTED_DEBUG=DETAIL" in found.sentence) == (backend == "gloo")
 
 
 # ---- dumps made by hand: times decide here, and real ranks differ in them

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchdist_ref.debug.flight_recorder import FORMAT
+from torchdist_ref.debug.flight_recorder import FORMAT, LEFT
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.recorder import Frame
 
@@ -105,12 +105,14 @@ class GroupCalls:
         members: Global ranks, in group order.
         events: Oldest first.
         key: Text that tells the group from others of its name; empty if the dump has none.
+        backend: Name of its backend; empty if the dump has none.
     """
 
     name: str
     members: tuple[int, ...]
     events: tuple[Event, ...]
     key: str = ""
+    backend: str = ""
 
     @property
     def is_in_store(self) -> bool:
@@ -154,6 +156,11 @@ class RankDump:
     error_frames: tuple[Frame, ...] = ()
     error_ranks: tuple[int, ...] = ()
     program: tuple[Frame, ...] = ()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank wrote it when it left the world in good order."""
+        return self.reason == LEFT
 
 
 @dataclass(frozen=True)
@@ -423,7 +430,8 @@ def _our_dump(content: dict[str, Any], source: str) -> RankDump:
 def _our_group(content: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> GroupCalls:
     members = _members(_list(content["members"]))
     events = tuple(_our_event(event, members, stacks) for event in _list(content["events"]))
-    return GroupCalls(_text(content["name"]), members, events, _text(content.get("key", "")))
+    key, backend = _text(content.get("key", "")), _text(content.get("backend", ""))
+    return GroupCalls(_text(content["name"]), members, events, key, backend)
 
 
 def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence[tuple[Frame, ...]]) -> Event:

@@ -43,6 +43,11 @@ VERSION = 1
 STORE = "store"
 """What a `RecordedGroup` has in place of a backend if its calls meet in the store."""
 
+LEFT = "the rank left the world"
+"""Reason of the dump of a rank that destroyed its groups, or whose program ended."""
+# Backends on which a call that differs fails on all ranks; `fake` has no other ranks.
+_COMPARED_ON = ("ref", "fake", STORE)
+
 SIGNAL_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_SIGNAL"
 # Bounds of a file. A program of 1,000 groups still leaves 20 calls of each.
 MAX_EVENTS = 20_000
@@ -471,10 +476,21 @@ listener = SignalListener()
 
 
 def answer_requests() -> Callable[[], None]:
-    """Answer the signal, and dump uncaught exceptions; return the function that ends the former."""
+    """Answer the signal, and dump uncaught exceptions; return the function to call when this rank leaves the world."""
     _dump_uncaught()
     listener.start()
-    return listener.stop
+    return _leave
+
+
+def _leave() -> None:
+    """Dump the calls that no backend has compared, which may have made other ranks fail, and stop listening."""
+    ranks = {group.global_rank for _, group in _registered() if group.backend not in _COMPARED_ON}
+    for rank in sorted(ranks - set(_dumped_failures)) if wants_dumps(os.environ) else ():
+        try:
+            _write(rank, LEFT, None)
+        except Exception as error:
+            log.warning("flight recorder of rank %d: %r", rank, error)
+    listener.stop()
 
 
 @cache

@@ -290,12 +290,22 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     which = _ranks(dead) if dead else "a rank"
     cause = next(iter(re.findall(r"\bdied \(([^()]*)\)", event.error)), "")
     witnesses = f"{_ranks(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
-    sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}."
+    hint = _GLOO_ABORTS if group.backend == "gloo" and re.search("SIGABRT|has ended", cause) else ""
+    sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}{hint}."
     return Verdict("died", dead, sentence, "" if number is None else group.name, number)
 
 
+_GLOO_ABORTS = (
+    "; Gloo ends a rank with SIGABRT if another one sends it more than it expects, "
+    "which TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead"
+)
+"""End of the sentence on a death that may follow from a mismatch, of which the dead rank has left no dump."""
+
+
 def _gave_up(dump: RankDump) -> bool:
-    """Return whether a time-out of a rank's own passed, so that it was waiting for another one."""
+    """Return whether a rank ended after a time-out of its own, so that it was waiting for another one, or left."""
+    if dump.has_left:
+        return True
     events = (event for group in dump.groups for event in group.events)
     return any(
         error.startswith("RankStalledError")
@@ -423,8 +433,8 @@ def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left:
     calls = next((group.calls.get(rank, {}) for group in groups if group.name == name and rank in group.members), {})
     last = calls[max(calls)] if calls else None
     made = f"made call {number_text(last.number)} last, {last.text}," if last else "has made no call on it"
-    where = place(dump)
-    return f"rank {rank} {made} and is at {where}" if where else f"rank {rank} {made.rstrip(',')}"
+    where, is_at = place(dump), "has left the world at" if dump.has_left else "is at"
+    return f"rank {rank} {made} and {is_at} {where}" if where else f"rank {rank} {made.rstrip(',')}"
 
 
 def _state_in_store_call(
