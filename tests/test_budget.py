@@ -24,6 +24,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def code_lines(source: str) -> int:
     """Count the lines with a token that is neither layout, comment nor docstring."""
     prose: set[int] = set()
@@ -58,7 +63,7 @@ def test_functions_are_short() -> None:
     lengths = {
         f"{layers.module_name(path)}.{node.name}:{node.lineno}": length(node)
         for path in layers.files()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, Function)
     }
     print("longest function:", max(lengths.items(), key=lambda item: item[1]))
@@ -73,11 +78,10 @@ def test_no_module_is_long_and_few_are_tiny() -> None:
     assert average >= MODULE_AVERAGE
 
 
+@cache
 def lines_for_type_checkers(path: Path) -> set[int]:
     """Return the lines below ``if TYPE_CHECKING``, which do not run."""
-    blocks = [
-        node for node in ast.walk(tree_of(path)) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-    ]
+    blocks = [node for node in nodes_of(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     return {line for block in blocks for line in range(block.lineno, (block.end_lineno or 0) + 1)}
 
 
@@ -110,7 +114,7 @@ def test_no_imports_run_in_a_circle() -> None:
 def test_class_names_are_unique() -> None:
     homes: dict[str, list[str]] = {}
     for path in layers.files():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(layers.module_name(path))
     twice = {name: places for name, places in homes.items() if len(places) > 1}
