@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 from torchdist_ref.elastic import coordinator as coordination
 from torchdist_ref.elastic import session as agent_session
 from torchdist_ref.elastic.coordinator import AgentCoordinator, Redirection
-from torchdist_ref.elastic.roster import HostInfo, Roster, Rules
+from torchdist_ref.elastic.roster import HostInfo, Progress, Roster, Rules
 from torchdist_ref.elastic.session import (
     AgentSession,
     CoordinatorLost,
@@ -41,10 +42,16 @@ RULES = Rules("job", 1, 3, join_seconds=20.0, last_call_seconds=20.0)
 class Meeting:
     """A coordinator in this process, and sessions with it."""
 
-    def __init__(self, now: float = 0.0, secret: bytes = SECRET, forward: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        now: float = 0.0,
+        secret: bytes = SECRET,
+        forward: tuple[str, int] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.secret = secret
-        roster = Roster(RULES, now or time.monotonic(), "own")
+        roster = Roster(RULES, now or time.monotonic(), "own", progress or Progress())
         self.coordinator = AgentCoordinator(self.store, roster, secret, "127.0.0.1", "own", forward)
         self.sessions: list[AgentSession] = []
         self.wakes: list[int] = []
@@ -291,6 +298,43 @@ def test_agents_leave_a_coordinator_whose_thread_fails(thread: str, monkeypatch:
             )
     finally:
         meeting.close()
+
+
+def test_an_agent_names_the_host_that_it_has_lost(meeting: Meeting) -> None:
+    """Once it named an address, and a key of the store in the place of a reason."""
+    own, other = meeting.join("own"), meeting.join("other")
+    meeting.coordinator.close()
+    meeting.store.close()
+    own.close()
+    with pytest.raises(CoordinatorLost) as lost:
+        meeting.next(other)
+    assert str(lost.value) == (
+        "the agent at there (host of own), which coordinates the job, is lost (no process listens there)"
+    )
+
+
+def test_an_agent_whose_coordinator_reaches_too_few_learns_which_hosts_are_out_of_reach() -> None:
+    """Once it read that most hosts are out of reach, of a job of two, and no name."""
+    hosts = tuple(HostInfo(key, f"host of {key}", "127.0.0.1", 1, 1) for key in ("former", "own", "third"))
+    meeting = Meeting(progress=Progress(1, 0, hosts, "former"))
+    lost = "2 of 3 hosts of the job are out of reach (host of former, host of third)"
+    try:
+        own = meeting.join("own")
+        assert meeting.next(own) == {"kind": "deposed", "text": f"{lost}, and may go on without this one"}
+    finally:
+        meeting.close()
+
+
+def test_a_server_that_does_not_answer_is_not_called_rank_0() -> None:
+    """The store's own error names MASTER_ADDR, which the user of agents has not set."""
+    with socket.create_server(("127.0.0.1", 0)) as never_accepts, pytest.raises(CoordinatorLost) as silent:
+        port = never_accepts.getsockname()[1]
+        open_store("127.0.0.1", port, 0.05)
+    assert str(silent.value) == (
+        f"no agent answers at 127.0.0.1:{port} (it is stopped or overloaded, or cut off from this host)"
+    )
+    with pytest.raises(CoordinatorLost, match=rf"no agent answers at 127.0.0.1:{port} \(no process listens there\)"):
+        open_store("127.0.0.1", port, 0.05)
 
 
 def start_attempt(meeting: Meeting) -> dict[str, AgentSession]:

@@ -92,7 +92,11 @@ def test_a_host_with_another_token_is_refused_and_the_job_goes_on(agents: Agents
     for environment, have in ((environments[1], "another job token than"), ({}, "no job token, unlike")):
         agents.start(1, environment, max=2)
         code, text = agents.ends(["host-1"])["host-1"]
-        assert code == 2 and f"host-1 has {have} the agent at 127.0.0.1" in text and "--token-file" in text
+        assert (
+            code == 2
+            and f"host-1 has {have} the agent at 127.0.0.1" in text
+            and "in TORCHDIST_REF_TOKEN_FILE on all hosts" in text
+        )
     agents.start(2, environments[0], max=2)
     check_ranks(agents.starts(2), (1, 1), 0)
 
@@ -111,6 +115,7 @@ def test_hosts_that_never_come_are_named_at_the_time_out(agents: Agents) -> None
     code, text = agents.ends(["host-0"])["host-0"]
     assert code == 2
     assert text.startswith("1 of 2 hosts (--nnodes) are there (host-0), node rank 1 did not join within 0.5 s.")
+    assert text.endswith(" Only this host reaches 127.0.0.1: give an address of the first host.")
 
 
 def test_a_rendezvous_that_never_comes_is_named_at_the_time_out(agents: Agents) -> None:
@@ -180,14 +185,17 @@ def test_an_agent_whose_coordinators_are_lost_again_and_again_gives_up(
             agent._progress, agent._attempt_lost = Progress(attempt=attempts, hosts=(host,)), attempts
         return enter(agent, deadline)
 
+    lines = list[str]()
     monkeypatch.setattr(host_agent, "AgentSession", lose)
+    monkeypatch.setattr(host_agent, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(_HostAgent, "_enter", enter_after_attempts)
     monkeypatch.setattr(_HostAgent, "_leave_session", leave_in_time)
     rules = Rules("job", 2, 2, join_seconds=0.3)
     settings = AgentSettings(rules, "127.0.0.1", get_free_port(), 1, serves=True)
     quiet, other = socket.socketpair()
     with quiet, other:
-        end = run_agent(settings, NoWorkers(quiet), lambda line: None)
+        end = run_agent(settings, NoWorkers(quiet), lines.append)
+    assert any("the hello was taken; trying for 0 s more. Check --rdzv-endpoint" in line for line in lines)
     assert end.code == 2 and "the hello was taken; gave up after 0.3 s. Check --rdzv-endpoint" in end.text
     assert len(losses) > 2
 

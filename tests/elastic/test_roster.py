@@ -169,6 +169,35 @@ def test_missing_hosts_are_named_every_ten_seconds_and_end_the_job_at_the_time_o
     assert "--rdzv-endpoint" in end.content["text"]
 
 
+def test_a_host_that_is_lost_while_no_worker_runs_is_named_at_once_and_at_the_time_out() -> None:
+    """Once the others read of it in a restart after ten seconds, and before the first start never."""
+    rules = replace(RULES, min_hosts=3)
+    meeting, restart = Roster(rules, 0.0, "key-0"), running(2, max_restarts=1)
+    meeting.join(info(0), rules)
+    meeting.join(info(1), rules)
+    restart.fail("key-0", 1, {"code": 1, "text": "rank 0 failed", "time": 1.0})
+    assert kinds(decide(restart, 6.0)) == ["stop"] and kinds(decide(meeting, 1.0)) == ["accept", "accept"]
+    all_ready(restart)
+    for roster in (meeting, restart):
+        roster.lose("key-1", "has ended")
+        [note, *_] = decide(roster, 7.0)
+        assert (note.kind, note.content["text"]) == ("note", "host-1 has ended")
+        end = decide(roster, 66.0)[-1]
+        assert "are there (host-0; lost: host-1)" in end.content["text"] and not end.content["alone"]
+
+
+def test_a_host_that_comes_again_is_not_lost() -> None:
+    roster = Roster(RULES, 0.0, "key-0")
+    roster.join(info(0), RULES)
+    roster.join(info(1), RULES)
+    roster.lose("key-1", "has ended")
+    roster.join(info(1, key="another"), RULES)
+    roster.lose("another", "has ended")
+    roster.join(info(1, key="a third"), RULES)
+    roster.lose("key-0", "has left")
+    assert "are there (host-1; lost: host-0)" in decide(roster, 60.0)[-1].content["text"]
+
+
 def test_a_host_that_leaves_ends_the_job_if_too_few_remain_and_one_that_dies_is_waited_for() -> None:
     roster = running(3)
     roster.leave("key-1", "SIGTERM")

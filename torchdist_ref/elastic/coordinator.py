@@ -197,7 +197,9 @@ class AgentCoordinator:
                 failure = f"the coordinator of the agents has failed: {error}"
                 log.error(failure, exc_info=error)
         if self._roster.deposed:
-            failure = "most hosts of the job are out of reach"
+            lost, count = self._roster.out_of_reach, len(self._roster.progress.hosts)
+            failure = f"{len(lost)} of {count} hosts of the job are out of reach ({', '.join(lost)})"
+            failure += ", and may go on without this one"
         if failure:
             # No agent may wait for a coordinator that decides nothing any more.
             with suppress(DistError):

@@ -232,7 +232,7 @@ class _HostAgent:
         self._redirection: Redirection | None = None
         # As the user gave them; a job that moves has another address.
         self._given = settings
-        self._logged = ""
+        self._logged, self._report_at = "", time.monotonic() + REPORT_SECONDS
         self._own_address = settings.local_addr
         # Attempt in which the coordinator was lost: there is one succession, since another one reaches no more hosts.
         self._attempt_lost = 0
@@ -266,8 +266,9 @@ class _HostAgent:
                     deadline = Deadline(self._settings.rules.join_seconds)
                 except CoordinatorLost as error:
                     if str(error) != self._logged:
-                        self._logged = str(error)
+                        self._logged, self._report_at = str(error), time.monotonic() + REPORT_SECONDS
                         self._log(self._logged)
+                    self._report_retries(self._logged, deadline)
                     self._leave_session()
                     if self._progress.attempt > attempt:
                         deadline, attempt = Deadline(self._settings.rules.join_seconds), self._progress.attempt
@@ -296,7 +297,6 @@ class _HostAgent:
             roster = Roster(settings.rules, time.monotonic(), info.key)
             self._coordinator = AgentCoordinator(store, roster, settings.secret, settings.host, info.key)
             return self._join(store.clone(), info, f"{settings.host}:{settings.port}")
-        report_at = time.monotonic() + REPORT_SECONDS
         while True:
             try:
                 seconds = min(_FIRST_CONNECT_SECONDS, deadline.remaining())
@@ -305,9 +305,7 @@ class _HostAgent:
                 self._require_time(deadline, str(error))
                 # The job may have moved on from where it had moved to.
                 settings = self._settings = self._given
-                if time.monotonic() >= report_at:
-                    report_at += REPORT_SECONDS
-                    self._log(f"{error}; trying for {deadline.remaining():.0f} s more. {_ENDPOINT_CURE}")
+                self._report_retries(str(error), deadline)
                 self._pause(_RETRY_SECONDS)
                 # A coordinator that was late takes this host for one that has come and left.
                 self._key = os.urandom(8).hex()
@@ -434,7 +432,10 @@ class _HostAgent:
                 session.report("leave", text="the job has ended")
                 failure = message.get("failure") or {}
                 is_own = failure.get("key") == self._key
-                return JobEnd(message["code"], message["text"], self._outcome, failure, is_own)
+                text = message["text"]
+                if message.get("alone") and is_loopback(self._given.host):
+                    text += f" Only this host reaches {self._given.host}: give an address of the first host."
+                return JobEnd(message["code"], text, self._outcome, failure, is_own)
             elif kind == "moved":
                 raise CoordinatorMoved(message["host"], message["port"])
             else:
@@ -528,6 +529,11 @@ class _HostAgent:
     def _require_time(self, deadline: Deadline, text: str) -> None:
         if deadline.passed():
             raise ArgumentError(f"{self._name}: {text}; gave up after {deadline.seconds:g} s. {_ENDPOINT_CURE}")
+
+    def _report_retries(self, text: str, deadline: Deadline) -> None:
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + REPORT_SECONDS
+            self._log(f"{text}; trying for {deadline.remaining():.0f} s more. {_ENDPOINT_CURE}")
 
     def _leave_session(self) -> None:
         """End everything that belongs to the present coordinator."""

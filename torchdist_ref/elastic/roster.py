@@ -178,6 +178,9 @@ class Roster:
         self._waits_until = self.now + (self.grace if self._inherited else self.rules.join_seconds)
         self._actions: list[tuple[float, Callable[[], None]]] = []
         self._failures: list[dict[str, Any]] = []
+        self._leader_host = ""
+        # Hosts that have joined since the last start, and are lost.
+        self._lost: list[str] = []
 
     # Reports of agents
 
@@ -187,7 +190,9 @@ class Roster:
             self._decide("reject", key=info.key, text=refusal)
             return
         full = info.key not in self.seats and len(self.seats) >= self.rules.max_hosts
-        self._decide("accept", key=info.key, spare=full)
+        if info.key == self.leader:
+            self._leader_host = info.host
+        self._decide("accept", key=info.key, spare=full, leader=self._leader_host)
         if full:
             self.waiting[info.key] = info
             self._note(
@@ -238,12 +243,16 @@ class Roster:
             return
         took_part = any(host.key == key for host in self.progress.hosts)
         self.gone |= {key} if certain and took_part else set()
+        self._lost += [] if took_part else [seat.info.host]
         if took_part and not self._has_quorum(leads=True):
             self.deposed = True
             self._note(f"{seat.info.host} {reason}, and most hosts of the job are out of reach")
             return
         self._promote_spare()
-        self._restart(f"{seat.info.host} {reason}")
+        if self.running:
+            self._restart(f"{seat.info.host} {reason}")
+        else:
+            self._note(f"{seat.info.host} {reason}")
 
     def leave(self, key: str, reason: str) -> None:
         """Remove a host that leaves on request; the job ends if too few remain."""
@@ -254,6 +263,11 @@ class Roster:
         left, least = len(self.seats) - 1, self.rules.min_hosts
         del self.seats[key]
         self._end(1, f"{seat.info.host} has left ({reason}), and {left} of {least} hosts (--nnodes) are too few")
+
+    @property
+    def out_of_reach(self) -> list[str]:
+        """Names of the hosts of the last attempt that take part no more."""
+        return [host.host for host in self.progress.hosts if host.key not in self.seats]
 
     @property
     def can_spare_one(self) -> bool:
@@ -284,7 +298,8 @@ class Roster:
         elif self._inherited and now >= self._waits_until and not self._has_quorum(leads=False):
             self.deposed = True
         elif now >= self._give_up_at and not self._is_enough():
-            self._end(2, f"{self._missing()} within {self.rules.join_seconds:g} s. {_CURE}")
+            alone = len(self.seats) == 1 and not self.progress.hosts and not self._lost
+            self._end(2, f"{self._missing()} within {self.rules.join_seconds:g} s. {_CURE}", alone=alone)
         elif now >= self._report_at:
             self._report_at = now + REPORT_SECONDS
             left = max(0.0, (self._give_up_at if not self._is_enough() else self._waits_until) - now)
@@ -348,6 +363,7 @@ class Roster:
         self.progress = Progress(attempt, restarts, tuple(ordered), self.leader)
         self.running, self._inherited, self.gone = True, False, frozenset()
         self._failures.clear()
+        self._lost.clear()
         self._actions.clear()
         for seat in self.seats.values():
             seat.ready = seat.finished = False
@@ -395,8 +411,9 @@ class Roster:
         there = {seat.info.node_rank for seat in self.seats.values()} - {-1}
         absent = [str(rank) for rank in range(self.rules.min_hosts) if there and rank not in there]
         which = f"node rank {', '.join(absent)} did not join" if absent else "the others did not join"
-        joined = ", ".join(seat.info.host for seat in self.seats.values()) or "none"
-        lost = [host.host for host in self.progress.hosts if host.key not in self.seats]
+        present = [seat.info.host for seat in self.seats.values()]
+        joined = ", ".join(present) or "none"
+        lost = self.out_of_reach + [host for host in dict.fromkeys(self._lost) if host not in present]
         lost_text = f"; lost: {', '.join(lost)}" if lost else ""
         return f"{len(self.seats)} of {self.rules.min_hosts} hosts (--nnodes) are there ({joined}{lost_text}), {which}"
 

@@ -98,7 +98,18 @@ def open_store(host: str, port: int, seconds: float) -> TCPStore:
     try:
         return TCPStore(host, port, timeout=timedelta(seconds=seconds))
     except (DistNetworkError, StoreTimeoutError) as error:
-        raise CoordinatorLost(f"no agent answers at {host}:{port} ({error})", _has_refused(error)) from error
+        text = f"no agent answers at {host}:{port} ({_reason(error)})"
+        raise CoordinatorLost(text, _has_refused(error)) from error
+
+
+def _reason(error: DistError) -> str:
+    """Return why a store is out of reach, in words of agents: the store's own name ranks and keys."""
+    cause = error.__cause__
+    if _has_refused(error):
+        return "no process listens there"
+    if isinstance(error, StoreTimeoutError) or isinstance(cause, TimeoutError) or not str(cause or ""):
+        return "it is stopped or overloaded, or cut off from this host"
+    return str(getattr(cause, "strerror", None) or cause)
 
 
 def _has_refused(error: DistError) -> bool:
@@ -169,7 +180,7 @@ class AgentSession:
         self._secret = secret
         self._sealed = session_store(store, secret, self._nonce)
         self._pulse = store.clone() if local is None else None
-        self._next = 0
+        self._next, self._leader = 0, where
         self._next = self._join(rules)
         targets = [(self._read_decisions, "decisions")] + [(self._keep_alive, "keep-alive")] * (local is None)
         self._threads = [
@@ -244,6 +255,7 @@ class AgentSession:
         if reply["kind"] == "reject":
             raise ArgumentError(f"{reply['text']}.")
         self.has_seat = not reply["spare"]
+        self._leader = f"{self.where} ({reply['leader']}), which coordinates the job,"
         return int(reply["next"])
 
     def _state(self, beat: int) -> str:
@@ -300,7 +312,7 @@ class AgentSession:
 
     def _lose(self, error: DistError) -> None:
         if self._lost is None and not self._closed.is_set():
-            text = f"the agent at {self.where} is lost ({error.__cause__ or error})"
+            text = f"the agent at {self._leader} is lost ({_reason(error)})"
             with self._lock:
                 self._lost = CoordinatorLost(text, _has_refused(error))
                 os.eventfd_write(self._wake, 1)
@@ -329,8 +341,8 @@ def authenticate(store: TCPStore, secret: bytes, host: str, where: str, timeout:
     except AuthenticationError as error:
         have = "another job token than" if secret else "no job token, unlike"
         raise AuthenticationError(
-            f"{host} has {have} the agent at {where}, or that one has none. Give all hosts the same file by "
-            f"--token-file or {SECRET_FILE}."
+            f"{host} has {have} the agent at {where}, or that one has none. Name the same secret's file in "
+            f"{SECRET_FILE} on all hosts."
         ) from error
     except (StoreTimeoutError, DistNetworkError) as error:
         raise CoordinatorLost(f"the store at {where} has no agent that coordinates a job", False) from error
