@@ -53,8 +53,11 @@ ENTRIES = (
     ("device-mesh", r": (DeviceMesh|init_device_mesh)\b"),
     # Training.
     ("hook-result", r"DistributedDataParallel: communication hook .*(returned|raised| its Future holds)"),
-    ("hook-is-not-a-hook", r"(register_comm_hook|_comm_hook): "),
-    ("hook-argument", r"(_\w*hook\w*: argument '(bucket|state)' must be a|: GradBucket\b)"),
+    (
+        "hook-is-not-a-hook",
+        r"((register_comm_hook|_comm_hook|hook_with_zero_step(_interleaved)?): | must be a communication hook)",
+    ),
+    ("hook-argument", r"(_\w*hook\w*: argument '(bucket|state|bucket_size)' must be a|: GradBucket\b)"),
     ("gradient-missing", r"Expected to have finished reduction"),
     ("ddp-argument", r": DistributedDataParallel: "),
     ("optimizer-argument", r": (\w+(Optimizer|Averager|State)\b|average_parameters: |get_params_to_average: )"),
@@ -71,7 +74,7 @@ ENTRIES = (
     # Groups as arguments.
     ("not-a-member", r"( not in the given group| must be a group that this rank is in)"),
     ("not-a-group", r" argument '(group|parent_pg)' must be a group "),
-    ("option-of-a-backend", r" argument '(pg_options|device_id)' must be "),
+    ("option-of-a-backend", r" argument '(pg_options|device_ids?)' must be "),
     ("work-without-a-call", r": Work\.wait: "),
     ("destroyed-twice", r": destroy_process_group: "),
     ("timeout-is-not-positive", r" argument 'timeout' must be more than zero"),
@@ -79,7 +82,8 @@ ENTRIES = (
     ("unknown-backend", r"( argument 'backend' must be|Backend: argument 'name'|a device with a default backend)"),
     (
         "argument-of-a-local-call",
-        r": (get_node_local_rank|get_default_backend_for_device|register_backend|empty_registered|set_debug_level): ",
+        r": (get_node_local_rank|get_default_backend_for_device|register_backend|empty_registered|set_debug_level|"
+        r"Future\.\w+): ",
     ),
     (
         "ranks-are-no-integers",

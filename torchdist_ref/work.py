@@ -124,7 +124,12 @@ class CallFuture(InterruptibleFuture):
         self.set_result(FailedResult(result))
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
-        """Call a function with the future once it is done: at once, on this thread, if it is."""
+        """Call a function with the future once it is done: at once, on this thread, if it is.
+
+        Raises:
+            ArgumentTypeError: `callback` is no function.
+        """
+        _check_callback("Future.add_done_callback", callback)
         if not self.done():
             super().add_done_callback(lambda _: self._run_in_scope(callback))
             return
@@ -139,7 +144,9 @@ class CallFuture(InterruptibleFuture):
 
         Raises:
             KeyboardInterrupt: Ctrl-C arrived while the callback ran on this thread.
+            ArgumentTypeError: `callback` is no function.
         """
+        _check_callback("Future.then", callback)
         following = type(self)(self._scope, self._devices)
 
         def follow(done: Future[Any]) -> None:
@@ -162,6 +169,11 @@ class CallFuture(InterruptibleFuture):
     def _run_in_scope(self, callback: Callable[[Future[Any]], None]) -> None:
         with nullcontext() if self._scope is None else numbered_in(self._scope):
             callback(self)
+
+
+def _check_callback(operation: str, callback: Any) -> None:
+    if not callable(callback):
+        raise ArgumentTypeError(explain(operation, "callback", "a function of the future", callback))
 
 
 def _raise_if_failed(value: Any) -> Any:

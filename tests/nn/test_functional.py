@@ -259,7 +259,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "all_to_all: .*'output_tensor_list'": lambda wrong: ours.all_to_all(wrong[0], wrong),
     "all_to_all: .*'input_tensor_list'": lambda wrong: ours.all_to_all(wrong, wrong[0]),
     "all_to_all_single: .*'output'": lambda wrong: ours.all_to_all_single(wrong, wrong[0]),
-    "all_to_all_single: .*'input'": lambda wrong: ours.all_to_all_single(wrong[0], wrong),
+    "all_to_all_single: .*`input`": lambda wrong: ours.all_to_all_single(wrong[0], wrong),
 }
 
 

@@ -317,6 +317,7 @@ def zero(weights: Any, **options: Any) -> ZeroRedundancyOptimizer:
             lambda w: ZeroRedundancyOptimizer(w, torch.optim.SGD(w, lr=1.0)),  # type: ignore[arg-type]
             "ArgumentTypeError: .*'optimizer_class' must be a class",
         ),
+        (lambda w: zero(w).step(5), "ArgumentTypeError: ZeroRedundancyOptimizer.step: argument 'closure' .*got 5"),
         (lambda w: zero([]), "ArgumentError: .*empty parameter list"),
         (lambda w: zero(w, process_group=dist.GroupMember.NON_GROUP_MEMBER), "ArgumentError: .*'process_group'"),
     ],

@@ -34,7 +34,7 @@ from torchdist_ref.backends.base import (
 )
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
-from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, RankStalledError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
@@ -307,6 +307,7 @@ def barrier(
 
     Raises:
         NotInitializedError: `init_process_group` was not called.
+        ArgumentTypeError: `device_ids` is no list of int.
         MismatchError: A rank made another call.
         DistBackendError: A rank died, aborted, or did not call in time.
 
@@ -328,11 +329,19 @@ def barrier(
     found = member_group("barrier", group)
     if found is None:
         return None
+    if device_ids is not None and not _are_devices(device_ids):
+        raise ArgumentTypeError(explain("barrier", "device_ids", "a list of int, or None", device_ids))
     if async_op or timeout is None:
         return submit(found, _BARRIER, (), (), async_op)
     limit = timeout_of("barrier", timeout)
     found.backend.submit(_BARRIER, (), (), False).wait(limit)
     return None
+
+
+def _are_devices(numbers: Any) -> bool:
+    # torch takes one number too.
+    listed = numbers if isinstance(numbers, Sequence) else [numbers]
+    return all(isinstance(number, int) for number in listed)
 
 
 def monitored_barrier(

@@ -83,9 +83,13 @@ def _maximum(stacked: Tensor) -> Tensor:
 _NONLINEAR = ((ReduceOp.PRODUCT, _product), (ReduceOp.MIN, _minimum), (ReduceOp.MAX, _maximum))
 
 
-def nonlinear_reduction(op: object) -> Callable[[Tensor], Tensor] | None:
-    """Return the function of stacked tensors that each rank runs for a reduction that is not linear, or None."""
-    return next((function for known, function in _NONLINEAR if op == known), None)
+def nonlinear_reduction(op: object, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """Return the function of stacked tensors that each rank runs for a reduction that is not linear, or None.
+
+    None too for minimum and maximum of complex numbers, which the collective then refuses.
+    """
+    found = next((function for known, function in _NONLINEAR if op == known), None)
+    return None if dtype.is_complex and found is not _product else found
 
 
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
@@ -199,6 +203,7 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
         ``MPI_Scatter`` in MPI and ``ncclSend`` and ``ncclRecv`` in NCCL, without gradients; none in JAX.
     """
     _check_tensors("scatter", "tensors", tensors)
+    groups.arguments.check_not_empty("scatter", "tensors", tensors)
     found = member_group("scatter", group)
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -242,7 +247,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
     """
     _check_tensor("reduce", "tensor", tensor)
     found = member_group("reduce", group)
-    if (local := nonlinear_reduction(op)) is not None:
+    if (local := nonlinear_reduction(op, tensor.dtype)) is not None:
         return local(torch.stack(gather(tensor, dst, found)))
     return apply(gradients.ReduceMap(found, found.group_rank(dst, "reduce", "dst"), op), tensor)[0]
 
@@ -285,7 +290,7 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.
     _check_tensor("reduce_scatter", "output", output)
     _check_tensors("reduce_scatter", "input_list", input_list)
     found = member_group("reduce_scatter", group)
-    if (local := nonlinear_reduction(op)) is None:
+    if (local := nonlinear_reduction(op, output.dtype)) is None:
         return apply(gradients.ReduceScatterMap(found, op, output), *input_list)[0]
     result = local(torch.stack(all_to_all([torch.empty_like(output) for _ in input_list], input_list, found)))
     output.detach().copy_(result.detach())
@@ -367,6 +372,7 @@ def all_to_all(
     """
     _check_tensors("all_to_all", "output_tensor_list", output_tensor_list)
     _check_tensors("all_to_all", "input_tensor_list", input_tensor_list)
+    groups.arguments.check_not_empty("all_to_all", "input_tensor_list", input_tensor_list)
     shapes = tuple(tensor.shape for tensor in output_tensor_list)
     input_shapes = tuple(tensor.shape for tensor in input_tensor_list)
     outputs = tuple(output_tensor_list)
@@ -418,7 +424,7 @@ def all_to_all_single(
         ``jax.lax.all_to_all`` in JAX, with them.
     """
     _check_tensor("all_to_all_single", "output", output)
-    _check_tensor("all_to_all_single", "input", input)
+    groups.arguments.check_tensor("all_to_all_single", "input", input)
     found = member_group("all_to_all_single", group)
     receive = (
         None if output_split_sizes is None else groups.alltoall.split_sizes("output_split_sizes", output_split_sizes)
@@ -466,6 +472,6 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> T
     """
     _check_tensor("all_reduce", "tensor", tensor)
     found = member_group("all_reduce", group)
-    if (local := nonlinear_reduction(op)) is not None:
+    if (local := nonlinear_reduction(op, tensor.dtype)) is not None:
         return local(torch.stack(all_gather(tensor, found)))
     return apply(gradients.AllReduceMap(found, op), tensor)[0]

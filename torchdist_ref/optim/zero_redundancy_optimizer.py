@@ -172,7 +172,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Returns:
             The result of the optimizer's ``step``. With ``overlap_with_ddp``, None, and nothing happens.
+
+        Raises:
+            ArgumentTypeError: `closure` is no function.
         """
+        if closure is not None and not callable(closure):
+            raise ArgumentTypeError(explain("ZeroRedundancyOptimizer.step", "closure", "a function or None", closure))
         if self.overlap_with_ddp:
             logger.warning("ZeroRedundancyOptimizer.step does nothing with overlap_with_ddp: the hook updates.")
             return None

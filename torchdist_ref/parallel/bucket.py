@@ -7,13 +7,13 @@ Do not add reducers, hooks or groups here: a hook can be tested with a bucket bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.parallel.division import Divisor
 
 __all__ = ["GradBucket"]
@@ -21,6 +21,14 @@ __all__ = ["GradBucket"]
 
 def _unsuitable(operation: str, argument: str, expected: str, got: object) -> ArgumentError:
     return ArgumentError(explain(operation, argument, expected, got))
+
+
+def _listed(argument: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    listed: list[object] = list(values) if isinstance(values, Iterable) else [values]
+    tensors = [value for value in listed if isinstance(value, torch.Tensor)]
+    if len(tensors) < len(listed):
+        raise ArgumentTypeError(explain("GradBucket", argument, "a list of tensors", values))
+    return tensors
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -98,6 +106,7 @@ class GradBucket:
 
     Raises:
         ArgumentError: The gradients or parameters do not fit the buffer.
+        ArgumentTypeError: The index is no int, or the gradients or parameters are no list of tensors.
 
     Example:
         A hook can be tried without any process group:
@@ -139,9 +148,11 @@ class GradBucket:
             self._templates = self._views = packing.views
             self._parameters = parameters
             return
+        if not isinstance(index, int):
+            raise ArgumentTypeError(explain("GradBucket", "index", "an int", index))
         whole = [] if buffer.is_sparse else [buffer]
-        self._templates = whole if gradients is None else list(gradients)
-        self._parameters = list(parameters)
+        self._templates = whole if gradients is None else _listed("gradients", gradients)
+        self._parameters = _listed("parameters", parameters)
         self._check()
 
     def _check(self) -> None:
@@ -252,12 +263,15 @@ class GradBucket:
 
         Raises:
             ArgumentError: The tensor has another shape than the buffer.
+            ArgumentTypeError: It is no tensor.
 
         >>> bucket = GradBucket(buffer=torch.ones(3))
         >>> bucket.set_buffer(bucket.buffer().bfloat16())
         >>> bucket.gradients()[0].dtype
         torch.bfloat16
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(explain("GradBucket.set_buffer", "tensor", "a tensor", tensor))
         if tensor.shape != self._buffer.shape:
             expected = f"a tensor of shape {tuple(self._buffer.shape)}, like the buffer"
             raise _unsuitable("GradBucket.set_buffer", "tensor", expected, tuple(tensor.shape))

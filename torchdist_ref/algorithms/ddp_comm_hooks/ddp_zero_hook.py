@@ -63,7 +63,7 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: ShardedOptimizer, shard_buck
 
     Raises:
         ArgumentError: ``zero`` was made with ``overlap_with_ddp=False``.
-        ArgumentTypeError: ``zero`` is another kind of optimizer.
+        ArgumentTypeError: ``hook`` cannot be called, or ``zero`` is another kind of optimizer.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -88,6 +88,7 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: ShardedOptimizer, shard_buck
     Elsewhere:
         None in MPI and NCCL; in JAX, ``jax.jit`` with an optimizer state that is sharded over the data axis.
     """
+    _check("hook_with_zero_step", hook, zero)
     step = _BucketwiseStep(ddp, zero, shard_buckets)
 
     def hook_with_zero_fn(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -124,7 +125,7 @@ def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: ShardedOptimizer
 
     Raises:
         ArgumentError: ``zero`` was made with ``overlap_with_ddp=False``.
-        ArgumentTypeError: ``zero`` is another kind of optimizer.
+        ArgumentTypeError: ``hook`` cannot be called, or ``zero`` is another kind of optimizer.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -147,6 +148,7 @@ def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: ShardedOptimizer
     Elsewhere:
         None in MPI and NCCL; in JAX, ``jax.jit`` with an optimizer state that is sharded over the data axis.
     """
+    _check("hook_with_zero_step_interleaved", hook, zero)
     step = _BucketwiseStep(ddp, zero, shard_buckets)
 
     def hook_with_zero_interleaved_fn(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -166,7 +168,6 @@ class _BucketwiseStep:
     """One optimizer step, bucket by bucket; the two hooks call its parts in different orders."""
 
     def __init__(self, ddp: Any, zero: ShardedOptimizer, shard_buckets: bool) -> None:
-        _check(zero)
         self.ddp, self.zero, self.shard_buckets = ddp, zero, shard_buckets
         self.launched: list[tuple[GradBucket, Future[torch.Tensor]]] = []
         self._seen: list[list[torch.Tensor]] = []
@@ -219,10 +220,11 @@ class _BucketwiseStep:
         self._broadcasts.clear()
 
 
-def _check(zero: Any) -> None:
+def _check(operation: str, hook: Any, zero: Any) -> None:
+    if not callable(hook):
+        raise ArgumentTypeError(explain(operation, "hook", "a communication hook", hook))
     if not hasattr(zero, "step_with"):
         expected = "a ZeroRedundancyOptimizer of torchdist_ref.optim"
-        raise ArgumentTypeError(explain("hook_with_zero_step", "zero", expected, type(zero).__name__))
+        raise ArgumentTypeError(explain(operation, "zero", expected, type(zero).__name__))
     if not zero.overlap_with_ddp:
-        expected = "made with overlap_with_ddp=True"
-        raise ArgumentError(explain("hook_with_zero_step", "zero", expected, "overlap_with_ddp=False"))
+        raise ArgumentError(explain(operation, "zero", "made with overlap_with_ddp=True", "overlap_with_ddp=False"))

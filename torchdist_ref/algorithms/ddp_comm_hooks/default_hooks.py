@@ -151,6 +151,9 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
 
 
 def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
+    if not callable(hook):
+        raise ArgumentTypeError(explain(name.removesuffix("_hook"), "hook", "a communication hook", hook))
+
     def wrapped(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
         bucket.set_buffer(wire_buffer(bucket, dtype))
@@ -171,6 +174,9 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
     Returns:
         A hook with the same state.
+
+    Raises:
+        ArgumentTypeError: ``hook`` cannot be called.
 
     Example:
         >>> import torch
@@ -195,6 +201,9 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
     Returns:
         A hook with the same state.
+
+    Raises:
+        ArgumentTypeError: ``hook`` cannot be called.
 
     Example:
         >>> import torch

@@ -55,6 +55,8 @@ def _check_state(process_group: Any, approximation_rank: Any, seed: Any) -> None
             raise ArgumentTypeError(explain("PowerSGDState", name, "an int", value))
     if approximation_rank < 1:
         raise ArgumentError(explain("PowerSGDState", "matrix_approximation_rank", "at least 1", approximation_rank))
+    if not -(2**63) <= seed < 2**64:
+        raise ArgumentError(explain("PowerSGDState", "random_seed", "an int of 64 bits", seed))
 
 
 class SeedStream:
@@ -168,6 +170,12 @@ class PowerSGDState:
         ):
             if not isinstance(value, int):
                 raise ArgumentTypeError(explain("PowerSGDState", name, "an int", value))
+        for name, number in (
+            ("min_compression_rate", min_compression_rate),
+            ("orthogonalization_epsilon", orthogonalization_epsilon),
+        ):
+            if not isinstance(number, int | float):
+                raise ArgumentTypeError(explain("PowerSGDState", name, "a number", number))
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             hint = "DDP rebuilds its buckets after the first step, and errors and factors would not fit them."
             name, expected = "start_powerSGD_iter", "at least 2 with use_error_feedback or warm_start"

@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, comm_hook
+from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.parallel.bucket import GradBucket
 from torchdist_ref.parallel.division import average
 
@@ -72,6 +73,7 @@ def quantization_perchannel_hook(
     Raises:
         DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
             begun.
+        ArgumentError: ``bucket_size`` is no positive int.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -86,6 +88,8 @@ def quantization_perchannel_hook(
     Elsewhere:
         None in MPI, NCCL and JAX.
     """
+    if not isinstance(bucket_size, int) or bucket_size < 1:
+        raise ArgumentError(explain("quantization_perchannel_hook", "bucket_size", "an int of at least 1", bucket_size))
     return _average(process_group, bucket, bucket_size)
 
 

@@ -173,7 +173,13 @@ class CallsFromTorch(c10d.ProcessGroup):
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Set the group's name."""
+        """Set the group's name.
+
+        Raises:
+            ArgumentTypeError: It is no text.
+        """
+        if not isinstance(name, str):
+            raise ArgumentTypeError(explain("ProcessGroup.setGroupName", "name", "a str", name))
         self._name = name
 
     def getGroupDesc(self) -> str:
@@ -187,7 +193,7 @@ class CallsFromTorch(c10d.ProcessGroup):
             ArgumentTypeError: It is no text.
         """
         if not isinstance(description, str):
-            raise ArgumentTypeError(explain("new_group", "group_desc", "a str", description))
+            raise ArgumentTypeError(explain("ProcessGroup.setGroupDesc", "description", "a str", description))
         self._description = description
 
     group_name = property(getGroupName, doc="Name of the group, unique among the groups of this process.")
@@ -201,6 +207,17 @@ class CallsFromTorch(c10d.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the numbers of calls start at 0 on every rank."""
 
+    def _set_default_backend(self, backend_type: Any) -> None:
+        """Set the type of the default backend, which C++ asks for.
+
+        Raises:
+            ArgumentTypeError: It is no type of a backend.
+        """
+        if not isinstance(backend_type, c10d.ProcessGroup.BackendType):
+            operation, expected = "ProcessGroup._set_default_backend", "a ProcessGroup.BackendType"
+            raise ArgumentTypeError(explain(operation, "backend_type", expected, backend_type))
+        super()._set_default_backend(backend_type)
+
     supports_splitting = supports_coalescing = property(lambda self: False)
 
     def _backend_names(self) -> Mapping[str, str]:
@@ -210,8 +227,18 @@ class CallsFromTorch(c10d.ProcessGroup):
     _device_types = property(lambda self: [torch.device(kind) for kind in self._backend_names()])
 
     def _get_backend(self, device: torch.device) -> CallsFromTorch:
-        """Return the backend of a device type, which is this group for those of its backends."""
-        if torch.device(device).type not in self._backend_names():
+        """Return the backend of a device type, which is this group for those of its backends.
+
+        Raises:
+            ArgumentTypeError: It is no device.
+            UnsupportedError: The group has no backend for it.
+        """
+        try:
+            kind = torch.device(device).type
+        except (TypeError, RuntimeError):
+            expected = "a torch.device, or the name of one"
+            raise ArgumentTypeError(explain("ProcessGroup._get_backend", "device", expected, device)) from None
+        if kind not in self._backend_names():
             raise UnsupportedError(
                 f"No backend type associated with device type {device}: the group's backend is {self.backend.name!r}. "
                 f"Name a backend for each device: init_process_group('cpu:gloo,cuda:nccl')."
