@@ -21,7 +21,6 @@ from typing import Any
 from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.registry import check_options, create, default_name, names_by_device
-from torchdist_ref.backends.unusable import MissingBackend
 from torchdist_ref.debug.detail_level import apply_debug_level, observe_process
 from torchdist_ref.errors import (
     ArgumentError,
@@ -49,6 +48,7 @@ from torchdist_ref.groups.world import (
     current,
     default_group,
     leave_at_end_of_program,
+    refuse_made_alone,
     resolve,
 )
 from torchdist_ref.liveness import MemberWatch, backend_mismatch
@@ -307,8 +307,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
             # A group that its own `abort` has ended is in torch's tables still.
             if registration is not None and (registration.destroy_in_torch(found) or registration.forget(found)):
                 return
-            if isinstance(found.backend, MissingBackend):
-                found.backend.refuse("destroy_process_group")
+            refuse_made_alone(found, "destroy_process_group")
             raise ArgumentError(f"destroy_process_group: group {found.group_desc!r} was destroyed before{on_rank()}.")
         world.destroy(found)
 

@@ -205,6 +205,12 @@ def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
         group.backend.refuse(operation)
 
 
+def refuse_made_alone(group: ProcessGroup, operation: str) -> None:
+    """Raise ArgumentError if the constructor of the class made the group, which so has no backend."""
+    if isinstance(group.backend, MissingBackend):
+        group.backend.refuse(operation)
+
+
 class World:
     """All groups that one rank belongs to, and the store that they meet through.
 

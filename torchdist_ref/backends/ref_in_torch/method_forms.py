@@ -20,7 +20,7 @@ from functools import wraps
 from itertools import repeat
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, device
 from torch.distributed import ProcessGroup
 
 from torchdist_ref.backends.base import RowBlocks, outside_transforms, unwrapped
@@ -30,6 +30,25 @@ from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explai
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 _TYPES = {"op": "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", "root": "an int, a group rank"}
 _TENSORS_ONLY = frozenset([Tensor])
+
+
+def check_type(method: str, argument: str, value: Any, kind: type, expected: str) -> None:
+    """Raise ArgumentTypeError unless an argument of a method has a type; `expected` names that."""
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(explain(f"ProcessGroup.{method}", argument, expected, value))
+
+
+def device_type(method: str, value: Any) -> str:
+    """Return the type of a device, such as "cpu".
+
+    Raises:
+        ArgumentTypeError: It is no device.
+    """
+    try:
+        return device(value).type
+    except (TypeError, RuntimeError):
+        expected = "a torch.device, or the name of one"
+        raise ArgumentTypeError(explain(f"ProcessGroup.{method}", "device", expected, value)) from None
 
 
 class Operand:

@@ -45,7 +45,7 @@ from torchdist_ref.backends.base import (
     without_overlap,
 )
 from torchdist_ref.backends.reductions import start_sum
-from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
+from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms, check_type, device_type
 from torchdist_ref.backends.ref_in_torch.work import (
     HandedWork,
     RefWork,
@@ -178,8 +178,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         Raises:
             ArgumentTypeError: It is no text.
         """
-        if not isinstance(name, str):
-            raise ArgumentTypeError(explain("ProcessGroup.setGroupName", "name", "a str", name))
+        check_type("setGroupName", "name", name, str, "a str")
         self._name = name
 
     def getGroupDesc(self) -> str:
@@ -192,8 +191,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         Raises:
             ArgumentTypeError: It is no text.
         """
-        if not isinstance(description, str):
-            raise ArgumentTypeError(explain("ProcessGroup.setGroupDesc", "description", "a str", description))
+        check_type("setGroupDesc", "description", description, str, "a str")
         self._description = description
 
     group_name = property(getGroupName, doc="Name of the group, unique among the groups of this process.")
@@ -213,9 +211,8 @@ class CallsFromTorch(c10d.ProcessGroup):
         Raises:
             ArgumentTypeError: It is no type of a backend.
         """
-        if not isinstance(backend_type, c10d.ProcessGroup.BackendType):
-            operation, expected = "ProcessGroup._set_default_backend", "a ProcessGroup.BackendType"
-            raise ArgumentTypeError(explain(operation, "backend_type", expected, backend_type))
+        kind = c10d.ProcessGroup.BackendType
+        check_type("_set_default_backend", "backend_type", backend_type, kind, "a ProcessGroup.BackendType")
         super()._set_default_backend(backend_type)
 
     supports_splitting = supports_coalescing = property(lambda self: False)
@@ -233,12 +230,7 @@ class CallsFromTorch(c10d.ProcessGroup):
             ArgumentTypeError: It is no device.
             UnsupportedError: The group has no backend for it.
         """
-        try:
-            kind = torch.device(device).type
-        except (TypeError, RuntimeError):
-            expected = "a torch.device, or the name of one"
-            raise ArgumentTypeError(explain("ProcessGroup._get_backend", "device", expected, device)) from None
-        if kind not in self._backend_names():
+        if device_type("_get_backend", device) not in self._backend_names():
             raise UnsupportedError(
                 f"No backend type associated with device type {device}: the group's backend is {self.backend.name!r}. "
                 f"Name a backend for each device: init_process_group('cpu:gloo,cuda:nccl')."
