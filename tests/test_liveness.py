@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchdist_ref.errors import DistNetworkError, MismatchError, RendezvousError, message_of
+from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
 from torchdist_ref.groups.meeting import Meeting
 from torchdist_ref.liveness import MemberFailures, MemberWatch, PeerProcesses, Presence, host_identity, read_failure
 from torchdist_ref.stores import HashStore, PrefixStore
@@ -54,6 +54,19 @@ def test_no_rank_waits_for_the_announcement_of_one_that_has_left() -> None:
             store.set(key, value)
         assert presence.failure([1], "init_process_group") is None
         assert not presence.is_another_process() and not presence.is_announced()
+
+
+def test_a_rank_that_died_before_there_was_a_group_is_named_for_the_flight_recorder() -> None:
+    """Once the verdict on the dumps was that a rank died in init_process_group."""
+    store, pid = HashStore(), os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    [(key, value)] = Presence(HashStore(), 1, 2).announcement().items()
+    store.set(key, value.replace(f"|{os.getpid()}:", f"|{pid}:"))
+    with closing(Presence(store, 0, 2)) as presence:
+        failure = presence.failure([1], "init_process_group")
+    assert isinstance(failure, RankDiedError) and failure.ranks == (1,)
 
 
 def test_no_rank_waits_for_a_published_failure_that_has_gone() -> None:

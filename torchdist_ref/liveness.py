@@ -576,7 +576,8 @@ class Presence:
         for rank in self._processes.dead():
             if rank in ranks:
                 ending = self._processes.ending(rank)
-                return RankDiedError(f"{description} on rank {self._rank}: rank {rank} died ({ending}). Start again.")
+                text = f"{description} on rank {self._rank}: rank {rank} died ({ending}). Start again."
+                return RankDiedError(text).naming([rank])
         return None
 
     def _find(self) -> None:

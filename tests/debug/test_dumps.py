@@ -98,6 +98,27 @@ def test_dumps_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
 # ---- torch's own
 
 
+def test_dumps_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    """Once the calls of a rank of the run before were compared with those of this one."""
+    content, folder = our_dump(tmp_path / "template"), tmp_path / "dumps"
+    [call] = [event for group in content["groups"] for event in group["events"] if event["op"] == "init_process_group"]
+    folder.mkdir()
+
+    def write(rank: int, host: str, start: int, end: int, time: int) -> None:
+        call.update(start_ns=start, end_ns=end, state="completed" if end else "failed")
+        (folder / f"rank{rank}.json").write_text(json.dumps(content | {"rank": rank, "host": host, "time_ns": time}))
+
+    write(1, "here", 100, 110, 200)
+    # The clock of another host may be another.
+    write(2, "there", 100, 110, 200)
+    # This rank gave up its initialization before rank 0 began.
+    write(3, "here", 299, 0, 300)
+    write(0, "here", 301, 310, 400)
+    found = read_directory(folder)
+    assert list(found.ranks) == [0, 2, 3] and list(found.skipped) == ["rank1.json"]
+    assert found.lack(1) == "the dump of rank 1 is of an earlier run"
+
+
 # Over a second: torch is imported anew, since a process decides once whether to record.
 def test_dumps_that_torch_has_written_are_read(tmp_path: Path) -> None:
     folders = [tmp_path / "pickles", tmp_path / "texts"]

@@ -606,7 +606,40 @@ def ends(rank: int) -> None:
 def test_a_rank_whose_program_ended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdict_on(ends, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("behind", (1,))
-    assert found.sentence.endswith("; rank 1 ended its program without destroying the group.")
+    # The exit code follows if the kernel knows it by then.
+    assert "; rank 1 ended its program without destroying the group" in found.sentence
+
+
+def test_a_rank_whose_program_ended_has_not_aborted() -> None:
+    """Once the verdict depended on which rank saw it: "Rank 2 aborted: its program ended without destroying …"."""
+    how = "its program ended without destroying the group (pid 7 on here exited with code 3)"
+    quoted = collective(f"GroupAbortedError: barrier(): rank 2 aborted: {how}")
+    found = find_verdict(job({0: {"world": [quoted]}, 1: {"world": [quoted]}}, 3))
+    assert (found.kind, found.ranks) == ("behind", (2,))
+    assert found.sentence.endswith(
+        "; rank 2 ended its program without destroying the group (pid 7 on here exited with code 3)."
+    )
+
+
+def test_the_line_of_an_earlier_failed_call_is_not_made_up() -> None:
+    """Once it was the line that the rank executed when it was asked for a dump."""
+    failed = {rank: replace(collective("MismatchError: no"), compared=str(rank // 2)) for rank in range(3)}
+    frames = (("step", "/home/me/train.py", 4),)
+    later = replace(collective(start=2), number=(1, 0), state="started")
+    calls = {0: (failed[0],), 1: (failed[1], later), 2: (failed[2],)}
+    errors = {2: "ValueError: step 1 failed"}
+    found = find_verdict(
+        Dumps(
+            {
+                rank: RankDump(
+                    rank, "", (GroupCalls("world", (0, 1, 2), events),), error=errors.get(rank, ""), program=frames
+                )
+                for rank, events in calls.items()
+            }
+        )
+    )
+    assert (found.kind, found.ranks) == ("mismatch", (2,))
+    assert found.sentence.endswith(": ranks 0 and 1 made all_reduce, rank 2 made all_reduce at train.py:4 in step.")
 
 
 def raises_without_a_dump(rank: int) -> None:

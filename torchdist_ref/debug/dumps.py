@@ -49,6 +49,8 @@ _PLAIN = (
     | frozenset(_EMPTY)
 )
 _EARLIER = "of attempt"
+_EARLIER_RUN = "of an earlier run"
+_OLD = {_EARLIER: "attempt", _EARLIER_RUN: "run"}
 _STATES = ("scheduled", "started", "completed", "failed")
 
 
@@ -158,6 +160,17 @@ class RankDump:
     program: tuple[Frame, ...] = ()
 
     @property
+    def host(self) -> str:
+        """Name of the rank's host; empty if it is not known."""
+        return self.process.rpartition(", pid ")[0]
+
+    @property
+    def initialization(self) -> tuple[int, int]:
+        """Time of day at which the rank began to initialize its world, and at which that was done; 0 if unknown."""
+        calls = (e for group in self.groups for e in group.events if e.op == "init_process_group")
+        return max(((e.start_ns, e.end_ns * (e.state == "completed")) for e in calls), default=(0, 0))
+
+    @property
     def has_left(self) -> bool:
         """Whether the rank wrote it when it left the world in good order."""
         return self.reason == LEFT
@@ -169,7 +182,7 @@ class Dumps:
 
     Attributes:
         ranks: The dump of each rank.
-        skipped: Files that are no dumps, or of an earlier attempt, each with the reason.
+        skipped: Files that are no dumps, or of an earlier run or attempt, each with the reason.
     """
 
     ranks: Mapping[int, RankDump]
@@ -180,8 +193,8 @@ class Dumps:
         for name, reason in self.skipped.items():
             digits = re.search(r"(\d+)(?:\.\w+)?$", name)
             if digits is not None and int(digits[1]) == rank:
-                is_old = reason.startswith(_EARLIER)
-                return f"the dump of rank {rank} {'is of an earlier attempt' if is_old else 'could not be read'}"
+                old = next((word for start, word in _OLD.items() if reason.startswith(start)), "")
+                return f"the dump of rank {rank} {f'is of an earlier {old}' if old else 'could not be read'}"
         return f"rank {rank} left no dump"
 
     @property
@@ -192,7 +205,7 @@ class Dumps:
 
 
 def read_directory(directory: str | Path) -> Dumps:
-    """Return the dumps of a directory: of the last attempt, and the newest of each rank.
+    """Return the dumps of a directory: of the last run and its last attempt, and the newest of each rank.
 
     Raises:
         OSError: The directory cannot be read.
@@ -207,10 +220,16 @@ def read_directory(directory: str | Path) -> Dumps:
         except (DumpError, OSError) as error:
             skipped[path.name] = str(error)
     last = max((dump.attempt for dump in found), default=0)
+    # Of each host, whose clock is one.
+    started: dict[str, int] = {}
+    for dump in found:
+        started[dump.host] = max(started.get(dump.host, 0), dump.initialization[0])
     ranks: dict[int, RankDump] = {}
     for dump in sorted(found, key=lambda dump: dump.time_ns):
         if dump.attempt < last:
             skipped[dump.source] = f"{_EARLIER} {dump.attempt}, and the last one is {last}"
+        elif dump.initialization[1] and dump.time_ns < started[dump.host]:
+            skipped[dump.source] = f"{_EARLIER_RUN}, which had ended before another rank of this one began"
         else:
             ranks[dump.rank] = dump
     return Dumps(_with_unique_names(dict(sorted(ranks.items()))), skipped)

@@ -157,11 +157,20 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 def place(dump: RankDump, event: Event | None = None) -> str:
     """Return where a rank is, or where it made a call."""
-    stacks = [event.frames if event else (), dump.error_frames, dump.program]
-    if event is not None and not event.frames and event.state == "completed":
-        # The stack is that of a later moment.
+    if event is not None and not event.frames and not _is_current(dump, event):
+        # The stacks are those of another moment.
         return ""
+    stacks = [event.frames if event else (), dump.error_frames, dump.program]
     return next((frame_text(frame) for stack in stacks if (frame := user_frame(stack))), "")
+
+
+def _is_current(dump: RankDump, event: Event) -> bool:
+    """Return whether a rank was in a call when it wrote its dump: the call ran, or its failure is the reason."""
+    if event.state != "failed":
+        return event.state != "completed"
+    # The error that ended the rank may be another one, raised from the call's.
+    is_last = all(later.start_ns <= event.start_ns for group in dump.groups for later in group.events)
+    return bool(dump.error) and (is_last or event.error in (dump.error, dump.error_cause))
 
 
 def _at(dump: RankDump, event: Event | None = None) -> str:
@@ -290,7 +299,7 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     which = _ranks(dead) if dead else "a rank"
     cause = next(iter(re.findall(r"\bdied \(([^()]*)\)", event.error)), "")
     witnesses = f"{_ranks(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
-    hint = _GLOO_ABORTS if group.backend == "gloo" and re.search("SIGABRT|has ended", cause) else ""
+    hint = _GLOO_ABORTS if group.backend == "gloo" and "SIGABRT" in cause else ""
     sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}{hint}."
     return Verdict("died", dead, sentence, "" if number is None else group.name, number)
 
@@ -323,7 +332,8 @@ def _abort(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
         if event.error.startswith("GroupAbortedError")
         for found in _ABORT.findall(event.error)[:1]
     ]
-    reports = [report for report in reports if report[4] not in dumps.ranks]
+    # `_behind` names ranks that left without an exception.
+    reports = [report for report in reports if report[4] not in dumps.ranks and not _departure(report[5])]
     if not reports:
         return None
     _, witness, group, event, culprit, reason = min(reports, key=lambda report: report[:2])
@@ -393,8 +403,22 @@ _LEFT = {
     " ended without destroying the group": "ended its program without destroying the group",
 }
 """How a rank has left the group, by the words of an error that say so."""
+_EXIT = re.compile(r" \((pid \d+ on [^()]* exited with code \d+)\)")
+"""How a program has ended, if it was known."""
 _STOPPED = " is stopped"
 """Words of an error that names a rank whose process is stopped."""
+
+
+def _departure(error: str) -> str:
+    """Return how a rank has left the group, by an error of another rank that says so; else an empty text."""
+    found = next((how for text, how in _LEFT.items() if text in error), "")
+    ending = _EXIT.search(error)
+    return f"{found} ({ending[1]})" if found and ending else found
+
+
+def _culprits(event: Event) -> tuple[int, ...]:
+    """Return the ranks for which a call failed; an error that quotes another rank's names them in its text only."""
+    return event.ranks or tuple(int(there or here) for here, there, _ in _ABORT.findall(event.error)[:1])
 
 
 def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
@@ -406,8 +430,7 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
         same = [last.rank]
     waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
     pronoun = "it" if len(absent) == 1 else "them"
-    how = next((how for text, how in _LEFT.items() if text in last.event.error), "")
-    left = dict.fromkeys(last.event.ranks, how)
+    left = {rank: how for w in waits.values() if (how := _departure(w.event.error)) for rank in _culprits(w.event)}
     # Those that quote the rank which saw it name no rank.
     left.update((rank, _STOPPED.strip()) for w in waits.values() if _STOPPED in w.event.error for rank in w.event.ranks)
     state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
