@@ -13,7 +13,7 @@ from tests.torch_versions import needs_torch
 from tests.wrong_calls.execution import Attempt, attempts
 from tests.wrong_calls.record import RECORD, without_numbers
 from tests.wrong_calls.table import Kind, load
-from tests.wrong_calls.verdict import faults
+from tests.wrong_calls.verdict import LATE, faults
 
 KINDS = load()
 ROOT = Path(__file__).parents[2]
@@ -46,11 +46,15 @@ def marks(kind: Kind) -> list[pytest.MarkDecorator]:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrong_call_raises_an_error_that_names_the_fault(kind: Kind, backend: str) -> None:
-    wrong = [
-        f"{row.call}: {fault}"
-        for row, outcomes in zip(kind.rows, attempts(kind, backend), strict=True)
-        for fault in faults(kind, row, outcomes)
-    ]
+    # A call that waits in vain is late each time, and one that a busy machine delays is not.
+    for _ in range(3):
+        wrong = [
+            f"{row.call}: {fault}"
+            for row, outcomes in zip(kind.rows, attempts(kind, backend), strict=True)
+            for fault in faults(kind, row, outcomes)
+        ]
+        if not any(LATE in fault for fault in wrong):
+            break
     assert not wrong, "\n".join(wrong)
     assert not dist.is_initialized()
 
@@ -58,7 +62,7 @@ def test_a_wrong_call_raises_an_error_that_names_the_fault(kind: Kind, backend: 
 def test_the_error_index_of_the_site_shows_what_is_raised(python_with_torch: str, tmp_path: Path) -> None:
     """Recorded in a process of its own, which takes seconds: backends that other tests register are in messages."""
     path = tmp_path / "record.json"
-    subprocess.run([python_with_torch, "-m", "tests.wrong_calls", str(path)], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([python_with_torch, "-m", "tests.wrong_calls", str(path)], cwd=ROOT, check=True, timeout=300)
     found, recorded = (
         {each["id"]: without_numbers(each) for each in json.loads(file.read_text(encoding="utf-8"))}
         for file in (path, RECORD)

@@ -9,6 +9,7 @@ from tests.wrong_calls.execution import Attempt
 from tests.wrong_calls.table import Kind, Row
 
 LONGEST_SECONDS = 1.0
+LATE = " took "
 # Ids of errors whose messages do not tell them from those of another entry.
 AS_GOOD = {
     "group-in-a-forked-child": {"not-initialized"},
@@ -34,7 +35,7 @@ def _faults(kind: Kind, row: Row, outcomes: Sequence[Attempt]) -> Iterator[str]:
     accepted = {kind.error, *kind.others}
     for rank, found in enumerate(outcomes):
         if found.seconds > LONGEST_SECONDS:
-            yield f"rank {rank} took {found.seconds:.1f} s"
+            yield f"rank {rank}{LATE}{found.seconds:.1f} s"
         if not found.kinds and not kind.partly:
             yield f"rank {rank} raised nothing"
         if found.kinds and not accepted & set(found.kinds):
