@@ -52,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Arguments. Default None: those of this process.
 
     Returns:
-        The exit code: 0, that of the first rank that failed, or 2 if an option is wrong.
+        The exit code: 0, that of the first rank that failed, or 2 if an option is wrong or a rank cannot be started.
 
     Example:
         >>> import subprocess, sys

@@ -115,6 +115,16 @@ class Child:
         self.reap()
 
 
+@contextlib.contextmanager
+def named_process_limit() -> Iterator[None]:
+    """Name the limit, and what to do, in the error of a process that cannot be started in the block."""
+    try:
+        yield
+    except BlockingIOError as error:
+        cure = "Raise the limit on processes (ulimit -u) or that of the container, or start fewer."
+        raise BlockingIOError(error.errno, f"no process can be started: {error.strerror}. {cure}") from error
+
+
 def spawn(
     command: Sequence[str], *, setup: Callable[[], object] | None = None, new_session: bool = False, **options: Any
 ) -> Child:
@@ -130,13 +140,14 @@ def spawn(
     Returns:
         The child.
     """
-    process = subprocess.Popen(
-        command,
-        process_group=None if new_session else 0,
-        start_new_session=new_session,
-        preexec_fn=None if new_session else functools.partial(_prepare, os.getpid(), setup),
-        **options,
-    )
+    with named_process_limit():
+        process = subprocess.Popen(
+            command,
+            process_group=None if new_session else 0,
+            start_new_session=new_session,
+            preexec_fn=None if new_session else functools.partial(_prepare, os.getpid(), setup),
+            **options,
+        )
     # `Child` waits and reaps by process id.
     process.returncode = 0
     return Child(process.pid, [pipe for pipe in (process.stdin, process.stdout, process.stderr) if pipe])
@@ -158,7 +169,7 @@ def fork(run: Callable[[], NoReturn]) -> Child:
         The child, in the parent. The call never returns in the child.
     """
     parent = os.getpid()
-    with warnings.catch_warnings():
+    with named_process_limit(), warnings.catch_warnings():
         # Python 3.12 warns when a multi-threaded process forks.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()

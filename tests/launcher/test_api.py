@@ -6,8 +6,13 @@ Ranks import torch only if their job needs it, so most take a tenth of a second.
 from __future__ import annotations
 
 import io
+import os
+import resource
+import shutil
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,12 @@ from torchdist_ref.elastic.utils.distributed import get_free_port
 import torchdist_ref as dist
 from tests.groups.surface_table import signature
 from tests.launcher import jobs
+from tests.process_ends import answer_of_child
 from tests.torch_versions import needs_torch
 from torchdist_ref import launcher
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, launch_agent
+from torchdist_ref.launcher.environment import Assignment
+from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
 from torchdist_ref.launcher.logs import DefaultLogsSpecs
 
 
@@ -182,3 +190,50 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").rmdir()
     with pytest.raises(dist.ArgumentError, match=f"create a folder in {tmp_path}/logs: No such file.* --log-dir"):
         specs.reify({0: {}})
+
+
+def test_a_folder_of_a_rank_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    """Once this ended the launcher with a traceback, unlike the folder of the job."""
+    specs = DefaultLogsSpecs(str(tmp_path))
+    attempt = Path(specs.reify({0: {}}).error_files[0]).parents[1]
+    shutil.rmtree(attempt)
+    attempt.touch()
+    with pytest.raises(dist.ArgumentError, match=f"cannot create the folder {attempt}/0: Not a directory. .*--log-dir"):
+        specs.reify({0: {}})
+
+
+def with_no_more_processes(begin: Callable[[], Callable[[], Any]]) -> str:
+    """Return the error of a function in a child without root's right to exceed the limit on processes.
+
+    Args:
+        begin: Function that is called before the limit is lowered, and returns the one that is called below it.
+    """
+
+    def answer() -> str:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        function = begin()
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        with pytest.raises((dist.DistError, dist.ArgumentError)) as raised:
+            function()
+        return str(raised.value)
+
+    return answer_of_child(answer)
+
+
+def test_the_limit_on_processes_is_named() -> None:
+    """Once it ended in a traceback with a number, or in a program that cannot be executed."""
+    named = "no process can be started: Resource temporarily unavailable. Raise the limit on processes (ulimit -u) or"
+    started = with_no_more_processes(lambda: partial(elastic_launch(config(1), os.getenv), "RANK"))
+    assert started.startswith(f"the launcher cannot go on: {named}")
+
+    def begin() -> Callable[[], Any]:
+        workers = LocalWorkers(WorkerSettings(sys.executable, ["-c", ""]))
+
+        def run() -> None:
+            with workers:
+                workers.run(Assignment([3], 4, "127.0.0.1", 29500))
+
+        return run
+
+    assert with_no_more_processes(begin).startswith(f"the launcher cannot start rank 3: {named}")

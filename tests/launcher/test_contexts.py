@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -249,3 +250,15 @@ def test_join_with_a_timeout_says_whether_all_have_ended() -> None:
     assert context is not None and context.join(0.01) is False
     event.set()
     assert context.join() is True and context.join() is True
+
+
+def test_a_context_that_can_start_no_process_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its thread ended by an error that nobody saw, and the caller waited for ever."""
+
+    def fail() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patched, pytest.raises(BlockingIOError, match=r"no process can be started: .*\(ulimit -u\)"):
+        patched.setattr(os, "fork", fail)
+        start(os.getenv, ("RANK",))
+    assert start(os.getenv, ("RANK",)).wait().return_values == {0: None}

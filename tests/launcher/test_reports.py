@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tests.launcher import jobs
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.launcher import api as ours
+from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
 from torchdist_ref.launcher.timers import TimerServer
 
 ENDS = ("SUCCEEDED", "FAILED", "TERMINATED")
@@ -157,3 +159,22 @@ def test_nonsense_and_released_timers_end_nobody(tmp_path: Path) -> None:
     assert "'late'" in lines.get(timeout=10)
     server.close()
     assert lines.empty() and not os.path.exists(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("none/timers", "No such file"), ("folder", "Is a dir"), ("file/timers", "Not a dir")]
+)
+def test_a_pipe_of_timers_that_cannot_be_created(
+    path: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it ended the launcher with a traceback, and a program with a process and a folder more."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / path))
+    message = f"pipe of timers {tmp_path}/{path}: {reason}.* in TORCHELASTIC_TIMER_FILE"
+    with pytest.raises(ArgumentError, match=message):
+        LocalWorkers(WorkerSettings(os.getenv, ["RANK"]))
+    assert not list((tmp_path / "temporary").iterdir())

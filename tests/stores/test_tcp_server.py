@@ -481,3 +481,10 @@ def test_a_client_that_gives_up_a_silent_server_is_not_taken_for_one_that_has_go
     assert server.get("here") == b"1" and not server.check(["gone"])
     client.close()
     server.close()
+
+
+def test_a_server_whose_thread_could_not_start_is_stopped() -> None:
+    """Once its end was a second error, about a thread that is joined before it has started."""
+    loop = server.ServerLoop(sockets.listen(HOST, 0, Deadline(5)))
+    loop.stop()
+    loop.close_copies()

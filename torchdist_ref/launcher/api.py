@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchdist_ref.authentication import new_secret
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankDiedError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankDiedError, advice_on_limit, explain
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, Job, job_store
 from torchdist_ref.launcher.local_workers import (
     DEFAULT_SIGNALS,
@@ -204,15 +204,24 @@ def run_job(
 
     Returns:
         The outcome of the last attempt.
+
+    Raises:
+        DistError: A limit of this process or host is reached.
     """
     config.run_id = config.run_id or uuid.uuid4().hex
     settings = worker_settings(config, entrypoint, args, own_descendants=own_descendants)
     report, began = LaunchReport(config, entrypoint_name(entrypoint, args)), time.monotonic()
-    with LocalWorkers(settings, log) as workers:
-        run = _run_with_restarts if config.max_nodes == 1 else _run_with_other_hosts
-        outcome = run(workers, config, log)
-        report.end(outcome, time.monotonic() - began)
-        on_end(outcome)
+    try:
+        with LocalWorkers(settings, log) as workers:
+            run = _run_with_restarts if config.max_nodes == 1 else _run_with_other_hosts
+            outcome = run(workers, config, log)
+            report.end(outcome, time.monotonic() - began)
+            on_end(outcome)
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (advice := advice_on_limit(error)) and not isinstance(error, BlockingIOError):
+            raise
+        reason = str(getattr(error, "strerror", "") or error).rstrip(".")
+        raise DistError(f"the launcher cannot go on: {reason}. {advice}".rstrip()) from error
     return outcome
 
 

@@ -8,6 +8,7 @@ they belong to `torchdist_ref.launcher.local_workers`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -138,8 +139,9 @@ class PContext(ABC):
         """
         if self._thread is not None:
             raise UsageError(f"{self.name}: the processes have been started already; make a new context.")
-        self._thread = threading.Thread(target=self._run, name=f"torchdist_ref {self.name}", daemon=daemon)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"torchdist_ref {self.name}", daemon=daemon)
+        thread.start()
+        self._thread = thread
         self._started.wait()
         if self._error is not None:
             self.close()
@@ -209,9 +211,14 @@ class PContext(ABC):
 
     def _run(self) -> None:
         """Supervise the processes until all have ended; the thread's function."""
-        guard = orphans.Guard(self._mark, str(self._folder))
-        interrupts = Interrupts(())
+        ends = contextlib.ExitStack()
+        ends.callback(self._ended.set)
+        ends.callback(self._started.set)
         try:
+            guard = orphans.Guard(self._mark, str(self._folder))
+            ends.callback(guard.close)
+            interrupts = Interrupts(())
+            ends.callback(interrupts.close)
             supervisor = self._supervisor = Supervisor(
                 [self._described(rank) for rank in range(self.nprocs)],
                 grace=self._grace,
@@ -228,10 +235,7 @@ class PContext(ABC):
         except BaseException as error:
             self._error = error
         finally:
-            guard.close()
-            interrupts.close()
-            self._started.set()
-            self._ended.set()
+            ends.close()
 
     def _described(self, rank: int) -> WorkerPlan:
         given = {name: str(value) for name, value in self.envs[rank].items()}

@@ -6,6 +6,7 @@ module knows neither hosts nor restarts. Do not add the choice of ranks here: th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from string import Template
 from types import TracebackType
 from typing import Any
 
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.errors import ArgumentError, advice_on_limit
 from torchdist_ref.launcher import orphans, timers
 from torchdist_ref.launcher.environment import Assignment, Job, one_device, worker_environment
 from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs, temporary_folder
@@ -160,14 +161,18 @@ class LocalWorkers:
         self._mark = uuid.uuid4().hex
         self._folder = Path(temporary_folder("torchdist_ref"))
         self._logs = settings.logs_specs or DefaultLogsSpecs(str(self._folder / "logs"))
-        self._guard = orphans.Guard(self._mark, str(self._folder))
-        if settings.own_descendants:
-            orphans.become_subreaper()
         self._timers: timers.TimerServer | None = None
-        if timers.is_enabled(os.environ):
-            path = os.environ.get(timers.FILE) or str(self._folder / "timers")
-            self._timers = timers.TimerServer(path, log)
-        self.interrupts = Interrupts(self._signals, children=settings.own_descendants)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._guard = orphans.Guard(self._mark, str(self._folder))
+            undo.callback(self._guard.close)
+            if settings.own_descendants:
+                orphans.become_subreaper()
+            if timers.is_enabled(os.environ):
+                path = os.environ.get(timers.FILE) or str(self._folder / "timers")
+                self._timers = timers.TimerServer(path, log)
+            self.interrupts = Interrupts(self._signals, children=settings.own_descendants)
+            undo.pop_all()
         self._running: Supervisor | None = None
 
     def __enter__(self) -> LocalWorkers:
@@ -201,7 +206,7 @@ class LocalWorkers:
             The outcome.
 
         Raises:
-            ArgumentError: The entry point cannot be executed.
+            ArgumentError: A worker cannot be started: the entry point cannot be executed, or a limit is reached.
         """
         environments = {rank: self._environment(assignment, rank) for rank in range(len(assignment.global_ranks))}
         logs = self._logs.reify(environments)
@@ -219,11 +224,21 @@ class LocalWorkers:
         except OSError as error:
             if len(supervisor.workers) == len(plans):
                 raise
-            raise ArgumentError(f"{self.settings.entrypoint!r} cannot be executed: {error.strerror}.") from error
+            raise ArgumentError(self._start_error(plans[len(supervisor.workers)].rank, error)) from error
         finally:
             self._running = None
             self._end_orphans()
         return self._outcome(supervisor, logs, assignment)
+
+    def _start_error(self, rank: int, error: OSError) -> str:
+        """Say in words that a worker cannot be started."""
+        advice, target = advice_on_limit(error), self.settings.entrypoint
+        if isinstance(error, BlockingIOError):
+            return f"the launcher cannot start rank {rank}: {error.strerror}"
+        if advice or error.filename not in (None, target):
+            where = f"{error.filename}: " if error.filename not in (None, target) else ""
+            return f"the launcher cannot start rank {rank}: {where}{error.strerror}. {advice}".rstrip()
+        return f"{target!r} cannot be executed: {error.strerror}."
 
     def _environment(self, assignment: Assignment, rank: int) -> dict[str, str]:
         found = worker_environment(os.environ, assignment, rank, self.settings.job)

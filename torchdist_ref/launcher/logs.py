@@ -12,7 +12,8 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
 from pathlib import Path
@@ -35,11 +36,17 @@ def temporary_folder(prefix: str, parent: str | None = None) -> str:
     Raises:
         ArgumentError: It cannot be created, for example because the disk is full or read-only.
     """
-    try:
+    with _naming_folder(f"a folder in {parent}" if parent else "a folder for temporary files"):
         return tempfile.mkdtemp(prefix=prefix, dir=parent)
+
+
+@contextmanager
+def _naming_folder(what: str) -> Iterator[None]:
+    """Say in words that a folder cannot be created in the block."""
+    try:
+        yield
     except OSError as error:
-        where = f"in {parent}" if parent else "for temporary files"
-        text = f"the launcher cannot create a folder {where}: {error.strerror or error}."
+        text = f"the launcher cannot create {what}: {error.strerror or error}."
         cure = "Free space there, or name a folder that can be written with --log-dir or TMPDIR."
         raise ArgumentError(f"{text} {cure}") from error
 
@@ -210,7 +217,8 @@ class DefaultLogsSpecs(LogsSpecs):
         )
         for rank in range(count):
             folder = attempt / str(rank)
-            folder.mkdir(parents=True)
+            with _naming_folder(f"the folder {folder}"):
+                folder.mkdir(parents=True)
             streams = (
                 (Std.OUT, "stdout", found.stdouts, found.tee_stdouts),
                 (Std.ERR, "stderr", found.stderrs, found.tee_stderrs),

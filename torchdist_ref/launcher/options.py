@@ -350,7 +350,8 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs | None:
     try:
         specs: LogsSpecs = kind(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     except OSError as error:
-        raise ArgumentError(f"--log-dir {args.log_dir}: {error.strerror or error}") from error
+        reason = f"{error.strerror}; name a folder that can be created and written" if error.strerror else error
+        raise ArgumentError(f"--log-dir {args.log_dir}: {reason}") from error
     return specs
 
 

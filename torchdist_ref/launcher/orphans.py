@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from torchdist_ref.failure_record import LAUNCH_ID
+from torchdist_ref.processes import named_process_limit
 
 MARK = LAUNCH_ID
 _PR_SET_CHILD_SUBREAPER = 36
@@ -123,17 +124,19 @@ class Guard:
 
     def __init__(self, mark: str, folder: str = "") -> None:
         launcher = os.pidfd_open(os.getpid())
-        with warnings.catch_warnings():
-            # Python 3.12 warns when a multi-threaded process forks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                gc.freeze()
-                _watch(launcher, mark, folder)
-            finally:
-                os._exit(0)
-        os.close(launcher)
+        try:
+            with named_process_limit(), warnings.catch_warnings():
+                # Python 3.12 warns when a multi-threaded process forks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    gc.freeze()
+                    _watch(launcher, mark, folder)
+                finally:
+                    os._exit(0)
+        finally:
+            os.close(launcher)
 
     def close(self) -> None:
         """End the guard, whose job is done by the launcher."""

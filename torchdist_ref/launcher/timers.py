@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.processes import signal_name
 
 ENABLED, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
@@ -37,17 +38,25 @@ class TimerServer:
         path: FIFO to create; what lies there is replaced.
         log: Function that receives a line about each timer that has expired.
 
+    Raises:
+        ArgumentError: The FIFO cannot be created.
+
     Attributes:
         path: FIFO.
     """
 
     def __init__(self, path: str, log: Callable[[str], None]) -> None:
         self.path, self._log = path, log
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path)
-        os.mkfifo(path, 0o600)
-        # Open for writing too, so that the last client's end is no end of file.
-        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+            os.mkfifo(path, 0o600)
+            # Open for writing too, so that the last client's end is no end of file.
+            self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            text = f"the launcher cannot create the pipe of timers {path}: {error.strerror}."
+            cure = f"Name a path in a folder that can be written, with no folder or other user's file there, in {FILE}"
+            raise ArgumentError(f"{text} {cure}, or unset that and {ENABLED}.") from error
         self._closing = os.eventfd(0, os.EFD_CLOEXEC)
         # Expiry, signal, and a descriptor of the process: another one may get its number.
         self._timers: dict[_Key, tuple[float, int, int]] = {}

@@ -131,7 +131,8 @@ class ServerLoop(ConnectionOwner):
             self._wake_sender.send(b"x")
         except OSError:
             return
-        if threading.current_thread() is not self.thread:
+        # Where a limit on threads is reached, it has never started.
+        if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(timeout=STOP_SECONDS)
 
     def close_copies(self) -> None:
