@@ -258,7 +258,10 @@ def test_a_context_that_can_start_no_process_raises(monkeypatch: pytest.MonkeyPa
     def fail() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    with monkeypatch.context() as patched, pytest.raises(BlockingIOError, match=r"no process can be started: .*\(ulimit -u\)"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(BlockingIOError, match=r"no process can be started: .*\(ulimit -u\)"),
+    ):
         patched.setattr(os, "fork", fail)
         start(os.getenv, ("RANK",))
     assert start(os.getenv, ("RANK",)).wait().return_values == {0: None}
