@@ -56,6 +56,25 @@ def test_an_uncaught_exception_is_quoted_by_the_others(tmp_path: Path) -> None:
         assert "rank 1 aborted: its program ended with ValueError: no such layer" in found[rank].text
 
 
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_a_rank_that_ends_before_it_calls_new_group_is_named(how: str, tmp_path: Path) -> None:
+    """Once the others waited for torch's default time-out, 30 minutes: only ranks in the call were watched."""
+
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        if rank == CULPRIT and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == CULPRIT:
+            c10d.destroy_process_group()
+            signal.pause()
+        c10d.new_group([0, 2, 1])
+
+    found = errors_of_survivors(program)
+    for rank in SURVIVORS:
+        cause = "rank 1 died (pid " if how == "dies" else "rank 1 destroyed the group"
+        assert found[rank].text.startswith(f"new_group on rank {rank}") and cause in found[rank].text, found[rank].text
+
+
 def test_a_program_that_ends_leaves_its_groups(tmp_path: Path) -> None:
     def program(rank: int) -> None:
         join(rank, str(tmp_path / "store"))

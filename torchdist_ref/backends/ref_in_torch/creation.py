@@ -5,7 +5,7 @@ Do not add the translation of calls (`process_group`) here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as c10d
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
+from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, RefProcessGroup
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
@@ -37,7 +37,7 @@ def create(torchs_options: Any) -> RefProcessGroup:
         raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout, rank=o.group_rank))
     store = PrefixStore("ref", StoreFromTorch(o.store, timeout))
     presence = Presence(store, o.group_rank, len(members))
-    watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
+    watch = _watch(store, o.group_rank, members, operation, presence)
     seconds, store_calls = timeout.total_seconds(), StoreCalls()
     # Before any wait: a rank that hangs here has to answer requests for dumps.
     on_connected: list[Callable[[], None]] = [answer_requests()]
@@ -61,3 +61,19 @@ def create(torchs_options: Any) -> RefProcessGroup:
     finally:
         for function in on_connected:
             function()
+
+
+def _watch(store: PrefixStore, rank: int, members: tuple[int, ...], operation: str, presence: Presence) -> MemberWatch:
+    """Return a watch over the members of a new group, who may have ended or left before they called `new_group`."""
+    world = c10d.group.WORLD
+    if not isinstance(world, CallsFromTorch):
+        return MemberWatch(store, rank, members, operation, presence.failure)
+    backend = world.backend
+
+    def find_failure(ranks: Sequence[int], description: str) -> BaseException | None:
+        return backend.failure([members[each] for each in ranks], description) or presence.failure(ranks, description)
+
+    def find_departure(ranks: Sequence[int], description: str) -> BaseException | None:
+        return backend.departure([members[each] for each in ranks], description)
+
+    return MemberWatch(store, rank, members, operation, find_failure, find_departure)
