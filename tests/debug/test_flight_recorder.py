@@ -255,6 +255,23 @@ def test_processes_that_the_signal_would_end_are_not_asked() -> None:
     assert "does not listen" in line and "No such file" in missing
 
 
+def test_a_request_of_a_stopped_rank_says_how_to_continue_it() -> None:
+    """Once such a rank left no dump, and nothing said why."""
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    try:
+        assert os.WIFSTOPPED(status)
+        expected = f"{pid}: asked, but it is stopped and answers once 'kill -CONT {pid}' has continued it"
+        assert list(flight_recorder.request([pid])) == [expected]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_the_signal_is_given_back_and_not_taken_from_the_program(caplog: pytest.LogCaptureFixture) -> None:
     def program(rank: int) -> list[bool]:
         listening = []

@@ -552,7 +552,7 @@ def test_a_rank_whose_dump_cannot_be_read_is_no_evidence() -> None:
     assert (found.kind, found.ranks) == ("behind", (2,))
     found = find_verdict(job({0: stalled, 2: stalled}, 3, skipped=broken))
     assert (found.kind, found.ranks) == ("behind", (1,))
-    assert found.sentence.endswith("; the dump of rank 1 could not be read.")
+    assert "; the dump of rank 1 could not be read; to see where, run 'python -m torchdist_ref.debug " in found.sentence
     died = {"world": [collective("RankDiedError: rank 2 died", (2,))]}
     assert find_verdict(job({0: died}, 3, skipped=broken)).ranks == (2,)
     assert find_verdict(job({0: {"world": [collective("RankDiedError: it died")]}}, 3, skipped=broken)).ranks == ()
@@ -564,7 +564,7 @@ def test_the_members_of_a_large_group_are_listed_once_for_each_rank(monkeypatch:
     monkeypatch.setattr(JobGroup, "absent", lambda *of: listed.append(1) or original(*of))
     calls = [replace(collective("RankStalledError: late"), number=(number, 0)) for number in range(50)]
     found = find_verdict(job({0: {"world": calls}}, 300))
-    assert len(listed) == 1 and len(found.ranks) == 299
+    assert len(listed) == 1 and len(found.ranks) == 299 and found.sentence.count("--request PID") == 1
     assert found.sentence.startswith("Ranks 1, 2, 3,") and " and 236 others are behind" in found.sentence
 
 

@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, message_of
 from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, announce_dump_signal, wants_dumps
+from torchdist_ref.liveness import is_stopped
 from torchdist_ref.processes import catches_signal
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
 
@@ -528,6 +529,9 @@ def signal_number() -> int | None:
     return getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
 
 
+_STOPPED = ", but it is stopped and answers once 'kill -CONT {pid}' has continued it"
+
+
 def request(pids: Iterable[int]) -> Iterator[str]:
     """Ask running ranks for dumps, and yield a line on each.
 
@@ -546,4 +550,4 @@ def request(pids: Iterable[int]) -> Iterator[str]:
         except (OSError, OverflowError) as error:
             yield f"{pid}: {error}"
         else:
-            yield f"{pid}: asked"
+            yield f"{pid}: asked{_STOPPED.format(pid=pid) if is_stopped(pid) else ''}"

@@ -409,6 +409,9 @@ _STOPPED = " is stopped"
 """Words of an error that names a rank whose process is stopped."""
 
 
+_HOW_TO_ASK = "; to see where, run 'python -m torchdist_ref.debug --request PID' on that host while the job hangs"
+
+
 def _departure(error: str) -> str:
     """Return how a rank has left the group, by an error of another rank that says so; else an empty text."""
     found = next((how for text, how in _LEFT.items() if text in error), "")
@@ -436,9 +439,10 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
     states = "; ".join(state_of(dumps, groups, rank, last.group, left.get(rank, "")) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
+    ask = "" if all(rank in dumps.ranks or left.get(rank) for rank in absent) else _HOW_TO_ASK
     where = _at(dumps.ranks[last.rank], last.event)
     call = last.event.text if last.event.awaited is not None else f"{call} of group {last.group!r}"
-    sentence = f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {pronoun} in {call}{where}; {states}."
+    sentence = f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {pronoun} in {call}{where}; {states}{ask}."
     return Verdict("behind", absent, sentence, last.group, number)
 
 
