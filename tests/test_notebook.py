@@ -238,16 +238,18 @@ class TestFailures:
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
     def test_timeout_interrupts_and_names_unfinished_ranks(self, pool: RankPool) -> None:
-        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {WAIT}", timeout=0.2)
-        assert str(error) == "ranks 0, 2 did not answer within 0.2 s: interrupted"
+        """A second: rank 1 must answer within it, also on a busy machine."""
+        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {WAIT}", timeout=1)
+        assert str(error) == "ranks 0, 2 did not answer within 1 s: interrupted"
         assert error.report.late == {0, 2} and error.report.silent == set()
         assert items == [(0, "begun"), (1, "begun"), (2, "begun")]
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
     def test_ranks_that_ignore_an_interrupt(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torchdist_ref.notebook.request.ANSWER_SECONDS", 0.1)
+        """Over a second, as above."""
+        monkeypatch.setattr("torchdist_ref.notebook.request.ANSWER_SECONDS", 0.5)
         source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {WAIT}"
-        error, _ = failing(pool, source, timeout=0.1)
+        error, _ = failing(pool, source, timeout=1)
         assert str(error).startswith("rank 2 did not answer the interrupt. Stop the ranks (%spmd_stop), which kills")
         with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: restart them"):
             pool.run("rank")

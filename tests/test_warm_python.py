@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -13,7 +14,7 @@ import pytest
 
 SHOW = """
 import json, os, sys
-held = [number for number in range(200) if os.path.exists(f"/proc/self/fd/{number}")]
+held = [number for number in range(400) if os.path.exists(f"/proc/self/fd/{number}")]
 print(json.dumps([__name__, sys.argv, os.getcwd(), os.environ["GIVEN"], held, sys.path[:2], sys.stdin.read()]))
 print("torch" in sys.modules, any(each.startswith("torchdist_ref") for each in sys.modules), file=sys.stderr)
 """
@@ -25,7 +26,10 @@ def test_a_program_has_the_arguments_and_files_that_were_given(
 ) -> None:
     (tmp_path / "shown.py").write_text(SHOW)
     program = {"-c": ["-c", SHOW], "-m": ["-m", "shown"], "script": ["-u", "shown.py"]}[how]
-    reader, writer = os.pipe()
+    reader, first_writer = os.pipe()
+    # A process with many files has files of high numbers.
+    writer = fcntl.fcntl(first_writer, fcntl.F_DUPFD, 300)
+    os.close(first_writer)
     done = subprocess.run(
         [python_with_torch, *program, "one", "-m"],
         cwd=tmp_path,

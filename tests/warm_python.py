@@ -69,6 +69,8 @@ def started(folder: Path) -> Iterator[str]:
 
 def ask(address: str, *arguments: str) -> None:
     """Have the server run a program with this process's files, and end as it ends."""
+    # A signal that arrives before the process is known waits: the program may have shown that it runs by then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         inside = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -80,6 +82,7 @@ def ask(address: str, *arguments: str) -> None:
         pid = int.from_bytes(read(server, 4))
         for number in FORWARDED:
             signal.signal(number, lambda given, _: os.kill(pid, given))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = int.from_bytes(read(server, 4), signed=True)
     if code < 0:
         if -code != signal.SIGKILL:
@@ -160,11 +163,12 @@ def take_over(request: dict[str, Any], files: list[int]) -> None:
     import multiprocessing.process
     import random
 
-    aside = [fcntl.fcntl(number, fcntl.F_DUPFD, MANY) for number in files]
-    os.closerange(3, MANY)
+    end = max(MANY, *files, *request["files"]) + 1
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD, end) for number in files]
+    os.closerange(3, end)
     for number, wanted in zip(aside, request["files"], strict=True):
         os.dup2(number, wanted)
-    os.closerange(MANY, max(aside) + 1)
+    os.closerange(end, max(aside) + 1)
     os.chdir(request["folder"])
     vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()
     os.environ.clear()

@@ -25,6 +25,7 @@ INVENTORIES = Path(__file__).parents[1] / "_inventories"
 TORCH = "https://pytorch.org/docs/stable/"
 # Where annotations show the private home of a name, and the name that people know.
 KNOWN_AS = {
+    "pathlib._local": "pathlib",
     "torch._C._distributed_c10d": "torch.distributed",
     "torch.distributed.distributed_c10d": "torch.distributed",
     "torch.jit.Future": "torch.futures.Future",
@@ -87,6 +88,10 @@ def inventory() -> bytes:
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
     """Resolve a reference to a foreign name: leave it to intersphinx under its public name, or show code."""
     target = node.get("reftarget", "")
+    if target.startswith("pathlib."):
+        # Annotations of Python 3.13 show another home.
+        node["reftarget"] = public(target)
+        return None
     if target.split(".")[0] not in FOREIGN or not (exists(target) or exists(public(target))):
         return None
     text = contnode.astext()

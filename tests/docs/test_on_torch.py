@@ -84,7 +84,8 @@ def test_what_the_boxes_say_of_torch_holds(tmp_path: Path) -> None:
         assert found["future of a collective"] == (fill(0, (3,)) + fill(1, (3,))).tolist()
         assert found["off"] == (False, True) and found["info"] == (True, True)
         assert found["profiled"] == ["gloo:all_reduce"]
-        assert torch.cuda.is_available() or found["bf16"]
+        # A torch that was built for CUDA has NCCL, also where there is no device.
+        assert torch.version.cuda or found["bf16"]
     assert first["barrier"].startswith("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 200 ms")
     assert first["after"] == "unusable" and "barrier" not in second
 
