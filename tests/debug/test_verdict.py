@@ -208,6 +208,12 @@ def test_calls_in_another_order_left_out_or_added_are_recognized(
     assert found.sentence.startswith(words)
 
 
+def test_two_sides_of_a_mismatch_without_the_third_rank_are_not_judged() -> None:
+    calls = {rank: {"world": [call_of(f"[{rank}]", 0)]} for rank in (1, 2)}
+    found = find_verdict(job(calls, 3))
+    assert (found.kind, found.ranks) == ("mismatch", (1, 2)) and found.sentence.endswith("; rank 0 left no dump.")
+
+
 def call_of(compared: str, number: int) -> Event:
     return Event((number, 0), "all_reduce", f"all_reduce of {compared}", compared, "started", number + 1, 0)
 

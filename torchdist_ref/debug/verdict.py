@@ -205,7 +205,9 @@ def _difference(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
         sentence = f"{_capital(_ranks(odd))} {words} in group {group.name!r}{both}: {_sides(dumps, calls)}."
         return Verdict(kind, tuple(sorted(calls)) if tied else odd, sentence, group.name, number)
     if tied:
-        sentence = f"{_capital(_ranks(calls))} made different calls as {where}: {_sides(dumps, calls)}."
+        # A dump that is missing would show who differs.
+        lack = "".join(f"; {dumps.lack(rank)}" for rank in group.members[:MAX_NAMED] if rank not in dumps.ranks)
+        sentence = f"{_capital(_ranks(calls))} made different calls as {where}: {_sides(dumps, calls)}{lack}."
         return Verdict("mismatch", tuple(sorted(calls)), sentence, group.name, number)
     sentence = f"{_capital(_ranks(odd))} made another call than the others as {where}: {_sides(dumps, calls)}."
     return Verdict("mismatch", odd, sentence, group.name, number)
@@ -304,19 +306,14 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     return Verdict("died", dead, sentence, "" if number is None else group.name, number)
 
 
-_GLOO_ABORTS = (
-    "; Gloo ends a rank with SIGABRT if another one sends it more than it expects, "
-    "which TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead"
-)
+_GLOO_ABORTS = "; Gloo does that if a rank gets more than it expects: TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls"
 """End of the sentence on a death that may follow from a mismatch, of which the dead rank has left no dump."""
 
 
 def _gave_up(dump: RankDump) -> bool:
     """Return whether a rank ended after a time-out of its own, so that it was waiting for another one, or left."""
-    if dump.has_left:
-        return True
     events = (event for group in dump.groups for event in group.events)
-    return any(
+    return dump.has_left or any(
         error.startswith("RankStalledError")
         for error in (dump.error, dump.error_cause, *(event.error for event in events))
     )
