@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import select
@@ -18,6 +17,7 @@ import pytest
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
+from tests.descriptors import use_all_descriptors
 from tests.outcomes import failing
 from tests.process_ends import answer_of_child
 from torchdist_ref import authentication, liveness
@@ -115,10 +115,7 @@ def test_a_rank_without_a_free_descriptor_tells_the_others_through_a_file(tmp_pa
         dist.init_process_group("ref", store=store, rank=rank, world_size=WORLD, timeout=timeout)
         dist.barrier()
         if rank == CULPRIT:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            with contextlib.suppress(OSError):
-                while True:
-                    os.open(os.devnull, os.O_RDONLY)
+            use_all_descriptors()
         dist.new_group([0, 1, 2])
 
     found = errors_of_survivors(program)

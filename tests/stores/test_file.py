@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import resource
 import struct
 import threading
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+from tests.descriptors import use_all_descriptors
 from tests.stores.store_helpers import in_child
 from tests.stores.store_model import machine
 from torchdist_ref.errors import DistStoreError, StoreTimeoutError
@@ -301,14 +300,6 @@ def test_the_last_one_to_close_does_not_remove_what_another_writes(path: str, mo
 
 def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
-
-
-def use_all_descriptors() -> None:
-    """Lower this process's limit and open files until none is free."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    with contextlib.suppress(OSError):
-        while True:
-            os.open(os.devnull, os.O_RDONLY)
 
 
 def publish_without_a_descriptor(pipe: Connection, path: str, store: FileStore) -> None:

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
+from tests.descriptors import use_all_descriptors
 from tests.stores.store_helpers import LossyRelay, in_child
 from torchdist_ref import forks
 from torchdist_ref.errors import ArgumentError, DistNetworkError, DistStoreError
@@ -239,7 +240,7 @@ def test_connection_resets_leave_nothing(master: TCPStore) -> None:
 
 
 def few_descriptors(pipe: object) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+    use_all_descriptors(free=60)
     store = TCPStore(HOST, 0, is_master=True)
     pipe.send(store.port)  # type: ignore[attr-defined]
     pipe.recv()  # type: ignore[attr-defined]
