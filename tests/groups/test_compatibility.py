@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -129,8 +130,10 @@ def texts(rank: int) -> dict[str, str]:
     return found
 
 
-def without_rank_1(rank: int) -> list[str]:
+def without_rank_1(rank: int, ended: threading.Event) -> list[str]:
     if rank == 1:
+        # A rank that leaves ends the barrier before its time.
+        ended.wait(20)
         return []
     found = []
     for call in (lambda: dist.monitored_barrier(timeout=SHORT), outside):
@@ -138,6 +141,7 @@ def without_rank_1(rank: int) -> list[str]:
             call()
         except Exception as error:
             found.append(str(error))
+    ended.set()
     return found
 
 
@@ -159,7 +163,7 @@ def test_errors_have_the_phrases_that_programs_match() -> None:
     with pytest.raises(dist.NotInitializedError) as before:
         dist.get_rank()
     (found,) = run(texts, 1)
-    barrier = run(without_rank_1, 2)[0][0]
+    barrier = run(without_rank_1, 2, threading.Event())[0][0]
     with pytest.warns(UserWarning) as warned:
         run(lambda rank: dist.barrier(dist.new_group([1])) if rank == 0 else dist.new_group([1]) and None, 2)
     (unsupported,) = run(lacking, 1, backend="gloo", ranks="processes")
