@@ -33,6 +33,8 @@ from torchdist_ref.errors import (
 from torchdist_ref.timeouts import CHECK_SECONDS
 
 log = logging.getLogger("torchdist_ref.backends")
+Awaited = Callable[[], tuple[str, Sequence[int]]]
+"""Function that returns the ranks that a call waits for, as a sentence and as global ranks; both empty if none."""
 
 
 class Runner(Protocol):
@@ -194,6 +196,7 @@ class Work:
 
     Attributes:
         source: For a receive, group rank of the sender; -1 as long as it is not known.
+        awaited: Function that returns the ranks that the call waits for; None where the backend does not know them.
 
     >>> work = Work("all_reduce", [])
     >>> work.is_completed()
@@ -207,6 +210,7 @@ class Work:
     """
 
     source = -1
+    awaited: Awaited | None = None
     _over = False
     _error: BaseException | None = None
     _future: Future[Any] | None = None
@@ -266,9 +270,10 @@ class Work:
                 f"Work('all_reduce')."
             )
         if not self._await(seconds):
-            raise RankStalledError(
-                f"{self.name}: not done after {seconds} s of waiting; the call itself is still running."
-            )
+            awaited = self.awaited
+            found, ranks = awaited() if awaited is not None else ("", ())
+            text = f"{self.name}: not done after {seconds} s of waiting; the call itself is still running. {found}"
+            raise RankStalledError(text.rstrip()).naming(ranks)
         if self._error is not None:
             raise self._error
         return True
@@ -402,6 +407,8 @@ class Work:
             if self._before_completion is not None:
                 self._before_completion()
             self._over = True
+            # A Work that is kept does not keep the memory of its group.
+            self.awaited = None
             self._running.release()
             future = self._future
         if future is None:

@@ -347,3 +347,25 @@ def lose_a_posted_receive(rank: int) -> tuple[bool, str, bool]:
 def test_an_interrupted_receive_is_not_lost_and_its_sender_learns_of_it() -> None:
     """Once the thread that had posted the receive waited without a deadline, and the sender for the time-out."""
     assert run(lose_a_posted_receive, 2)[0] == (True, "KeyboardInterrupt()", True)
+
+
+def wait_for_a_message(rank: int, given_up: threading.Event) -> tuple[str, tuple[int, ...]]:
+    if rank:
+        assert rank == 1 or given_up.wait(10)
+        dist.send(fill(rank, (4,)), 0)
+        return "", ()
+    tensors = [torch.zeros(4), torch.zeros(4)]
+    works: list[Any] = [dist.irecv(tensor, source) for tensor, source in zip(tensors, (2, None), strict=True)]
+    with pytest.raises(dist.RankStalledError) as caught:
+        works[0].wait(0.01)
+    assert works[1].wait() and works[1].source_rank() == 1 and torch.equal(tensors[1], fill(1, (4,)))
+    given_up.set()
+    assert works[0].wait() and torch.equal(tensors[0], fill(2, (4,)))
+    return str(caught.value), caught.value.ranks
+
+
+def test_a_wait_for_a_message_that_gives_up_names_its_sender() -> None:
+    text, ranks = run(wait_for_a_message, 3, threading.Event())[0]
+    assert text.startswith("recv: not done after 0.01 s of waiting; the call itself is still running. ")
+    assert text.endswith("It waits for rank 2 of group 'world'.")
+    assert ranks == (2,)

@@ -342,3 +342,32 @@ def test_a_signal_between_number_and_start_of_a_call_ends_the_group(where: str) 
     own, other = run(program, 2, timeout=10)
     assert "the group ended with an earlier failure (KeyboardInterrupt" in own
     assert "rank 0 aborted: KeyboardInterrupt" in other
+
+
+def wait_a_little(rank: int, late: threading.Event) -> tuple[str, tuple[int, ...]]:
+    """Make a call that rank 2 makes later, on a group whose ranks have other numbers; give up on it."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return "", ()
+    if rank == 2:
+        assert late.wait(10)
+    tensor = fill(rank, (5,))
+    work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+    text, ranks = "", ()
+    if rank == 1:
+        # A rank notes whom it waits for once it has waited a moment.
+        while not work.awaited()[1]:
+            pass
+        with pytest.raises(dist.RankStalledError) as caught:
+            work.wait(0.01)
+        text, ranks = str(caught.value), caught.value.ranks
+        late.set()
+    work.wait()
+    assert torch.equal(tensor, fill(1, (5,)) + fill(2, (5,))) and work.awaited is None
+    return text, ranks
+
+
+def test_a_wait_that_gives_up_names_the_rank_that_has_not_called() -> None:
+    text, ranks = run(wait_a_little, 3, threading.Event())[1]
+    assert text.startswith("all_reduce: not done after 0.01 s of waiting; the call itself is still running. ")
+    assert text.endswith("It waits for rank 1 (global 2) of group 'group 1'.") and ranks == (2,)

@@ -24,7 +24,7 @@ import torch
 
 from torchdist_ref.calls import Number, Numbers
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
-from torchdist_ref.work import Work
+from torchdist_ref.work import Awaited, Work
 
 log = logging.getLogger("torchdist_ref.backends")
 _END_SECONDS = 0.5
@@ -188,14 +188,22 @@ class CallbackThreads:
 
 
 class WorkFactory:
-    """Makes the Works of one group, whose callbacks run on threads of the group."""
+    """Makes the Works of one group, whose callbacks run on threads of the group.
 
-    def __init__(self, numbers: Numbers, callbacks: CallbackThreads) -> None:
-        self._numbers, self._callbacks = numbers, callbacks
+    Args:
+        numbers: Numbers of the group's calls.
+        callbacks: Threads for callbacks.
+        awaited: Function that returns the ranks that the running call waits for.
+    """
+
+    def __init__(self, numbers: Numbers, callbacks: CallbackThreads, awaited: Awaited) -> None:
+        self._numbers, self._callbacks, self._awaited = numbers, callbacks, awaited
 
     def __call__(self, op: str, outputs: Sequence[Any], number: Number) -> Work:
         """Return the Work of a call that is made now."""
-        return Work(op, outputs, self._callbacks.runner(), self._numbers.scope(number))
+        work = Work(op, outputs, self._callbacks.runner(), self._numbers.scope(number))
+        work.awaited = self._awaited
+        return work
 
 
 def settle(work: Work, act: Job) -> None:

@@ -344,6 +344,18 @@ class Link:
             f"{self.deaths()}"
         ).naming(self.members[rank] for rank in chain[-1:])
 
+    def awaited(self, peer: int | None = None) -> tuple[str, list[int]]:
+        """Return the rank that a call waits for, as a sentence and as global ranks; both empty if none.
+
+        Args:
+            peer: The other side of a message. None: the rank that the running collective waits for.
+        """
+        if peer is None and (peer := self.row.waiting_for(None)) is None:
+            return "", []
+        rank = self._waiting_chain(peer)[-1]
+        text = f"It waits for {self.rank_names([rank])} of group {self.name!r}. {self._stop_of(rank)}"
+        return text.rstrip(), [self.members[rank]]
+
     def _stop_of(self, rank: int) -> str:
         """Return that the process of a rank of this host is stopped, as a sentence; empty if it runs."""
         pid = self.rows[rank].pid

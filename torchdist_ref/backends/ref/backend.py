@@ -115,7 +115,7 @@ class Ref(Backend):
         self._made = monotonic()
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)
-        self._make_work = WorkFactory(self._numbers, self._callbacks)
+        self._make_work = WorkFactory(self._numbers, self._callbacks, self.link.awaited)
         # Sizes in bytes of tensors that were found in memory, by address.
         self._in_memory: dict[int, int] = {}
         # No method of this object, which would keep it alive in a cycle.

@@ -448,6 +448,7 @@ class Messages:
             self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
             return _DONE
         work = self._make_work(call.op, [], POINT_TO_POINT)
+        work.awaited = partial(self._link.awaited, call.dst)
 
         def run() -> None:
             self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
@@ -470,6 +471,8 @@ class Messages:
         if wait:
             return self._timed(entry, call, self._receive_now, kind.record, call, buffer, tensor)
         work, on_side_streams = self._make_work(call.op, [tensor], POINT_TO_POINT), side_streams((tensor,))
+        if call.src is not None:
+            work.awaited = partial(self._link.awaited, call.src)
 
         def finish() -> None:
             with on_side_streams():
