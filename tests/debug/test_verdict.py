@@ -525,6 +525,19 @@ def test_a_rank_whose_process_is_stopped_is_named_as_such() -> None:
     assert found.sentence.endswith("; rank 2 is stopped.")
 
 
+def test_a_stopped_rank_is_named_as_such_by_a_program_that_gave_up_its_wait() -> None:
+    """Once the verdict was that it left no dump: the call itself goes on, and has no error."""
+    running = replace(collective(""), state="started")
+    dumps = job({rank: {"world": [running]} for rank in (0, 1)}, 3)
+    error = (
+        "RankStalledError: all_reduce: not done after 1 s. It waits for rank 2. Its process (pid 7 on here) is stopped"
+    )
+    gave_up = replace(dumps.ranks[1], error=error, error_ranks=(2,))
+    found = find_verdict(Dumps({0: dumps.ranks[0], 1: gave_up}))
+    assert (found.kind, found.ranks) == ("behind", (2,))
+    assert found.sentence.endswith("; rank 2 is stopped.")
+
+
 def test_receives_from_any_rank_are_a_deadlock() -> None:
     stalled = "RankStalledError: no rank arrived"
     found = find_verdict(job({rank: {"world": [message("recv", rank, None, stalled)]} for rank in range(3)}, 3))

@@ -432,7 +432,10 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     pronoun = "it" if len(absent) == 1 else "them"
     left = {rank: how for w in waits.values() if (how := _departure(w.event.error)) for rank in _culprits(w.event)}
     # Those that quote the rank which saw it name no rank.
-    left.update((rank, _STOPPED.strip()) for w in waits.values() if _STOPPED in w.event.error for rank in w.event.ranks)
+    # Also one whose call goes on, while its program has given up the wait.
+    ends = [(w.event.error, w.event.ranks) for w in waits.values()]
+    ends += [(dump.error, dump.error_ranks) for rank in waits if (dump := dumps.ranks.get(rank))]
+    left.update((rank, _STOPPED.strip()) for error, ranks in ends if _STOPPED in error for rank in ranks)
     state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
     states = "; ".join(state_of(dumps, groups, rank, last.group, left.get(rank, "")) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
