@@ -360,23 +360,26 @@ def monitored_barrier(
 
     Raises:
         RankStalledError: Some ranks did not call in time. Also on a rank that calls after the others have given up.
+        RankDiedError: The same before the time-out, because a rank has died.
+        GroupAbortedError: The same, because a rank has left the group, or failed in it.
         ArgumentTypeError: The time-out is no timedelta.
         ArgumentError: The time-out is not positive, or the group was destroyed.
         NotInitializedError: `init_process_group` was not called.
 
     Example:
         >>> from datetime import timedelta
-        >>> import torchdist_ref as dist
+        >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
         ...     if rank == 1:
-        ...         return "elsewhere"
+        ...         return dist.recv(torch.zeros(1), 0)  # waits elsewhere
         ...     try:
         ...         dist.monitored_barrier(timeout=timedelta(seconds=0.1))
         ...     except dist.RankStalledError as error:
+        ...         dist.send(torch.ones(1), 1)
         ...         return str(error).split(" (")[0]
         >>> run(program, 2)
-        ['[Rank 0]: Rank 1 failed to pass monitoredBarrier in 100 ms', 'elsewhere']
+        ['[Rank 0]: Rank 1 failed to pass monitoredBarrier in 100 ms', 0]
 
     Elsewhere:
         Nothing in MPI, NCCL or JAX. torch has it for Gloo.

@@ -139,9 +139,13 @@ class PContext(ABC):
         """
         if self._thread is not None:
             raise UsageError(f"{self.name}: the processes have been started already; make a new context.")
-        thread = threading.Thread(target=self._run, name=f"torchdist_ref {self.name}", daemon=daemon)
-        thread.start()
-        self._thread = thread
+        self._thread = threading.Thread(target=self._run, name=f"torchdist_ref {self.name}", daemon=daemon)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The system has no room for one more thread: there is nothing to join.
+            self._thread = None
+            raise
         self._started.wait()
         if self._error is not None:
             self.close()
