@@ -105,7 +105,7 @@ def of_gloo(rank: int, path: str) -> Facts:
 
 
 def gradients_of_plain_collectives(rank: int) -> Facts:
-    """Return the gradients of one call's inputs on this rank, by the call; and the error of the one that raises."""
+    """Return the gradients of one call's inputs on this rank, by the call."""
     found: Facts = {}
     for name in ("reduce_scatter", "reduce_scatter_tensor", "all_to_all"):
         inputs = torch.ones(3, 1, requires_grad=True)
@@ -118,8 +118,7 @@ def gradients_of_plain_collectives(rank: int) -> Facts:
             c10d.reduce_scatter_tensor(outputs[rank], inputs.reshape(3))
         outputs[rank].backward()
         found[name] = None if inputs.grad is None else inputs.grad.flatten().tolist()
-    tensor = torch.ones(1, requires_grad=True)
-    return found | {"all_gather": error(lambda: c10d.all_gather_into_tensor(torch.zeros(3), tensor))}
+    return found
 
 
 def group_rank(group: Any) -> int:
@@ -185,7 +184,6 @@ def test_gloos_results_that_ours_do_not_have(gloo: list[Facts]) -> None:
 def test_gloos_outputs_have_the_graph_of_one_rank(gloo: list[Facts]) -> None:
     for rank, found in enumerate(gloo):
         own = [float(other == rank) for other in range(3)]
-        assert "A view was created in no_grad mode" in found["graphs"].pop("all_gather")
         assert found["graphs"] == {"reduce_scatter": own, "reduce_scatter_tensor": own, "all_to_all": None}
 
 
