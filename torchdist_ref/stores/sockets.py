@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ Peer = tuple[socket.socket, tuple[Any, ...]]
 Ends = tuple[tuple[Any, ...], tuple[Any, ...] | None]
 BACKLOG = 4096
 TRUST_NETWORK = "TORCHDIST_REF_TRUST_NETWORK"
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a process or host without descriptors or memory."""
 
 # Constants of linux/netlink.h, sock_diag.h and inet_diag.h: a request with its two headers; kind and error code of a
 # reply; `idiag_state`, `idiag_uid` and `idiag_inode`.
@@ -40,7 +43,6 @@ _REQUEST, _REPLY_KIND, _REPLY = map(struct.Struct, ("=IHHIIBBBBIHH16s16sIII", "=
 # States: TCP_ESTABLISHED; those of connections that may wait to be accepted (also TCP_SYN_RECV); that of listeners.
 _CONNECTED, _OPENED, _LISTENING = 1, (1, 3), 10
 _CLOSED, _UNACCEPTED, _UNASKED = -1, -2, -3
-_EXHAUSTED = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN
 
 
 @lru_cache
@@ -265,9 +267,8 @@ def refused_server(sock: socket.socket) -> int | None:
     peer, own = sock.getpeername(), sock.getsockname()
     if trusts_network():
         return None
-    owners = SocketOwners()
-    listener, user = owners.find(sock.family, [(peer, None), (peer, own)])
-    owners.close()
+    with closing(SocketOwners()) as owners:
+        listener, user = owners.find(sock.family, [(peer, None), (peer, own)])
     if user == _UNASKED:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if user == _CLOSED and _is_elsewhere(sock, peer[0]):
@@ -312,13 +313,14 @@ class SocketOwners:
                 self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
             self._netlink.send(b"".join([_owner_request(family, own, peer) for own, peer in ends]))
             # The kernel replies within the system call that sends: nothing has to be waited for.
-            receive = self._netlink.recv
-            return [_owner_in(receive(_REPLY_BYTES, socket.MSG_DONTWAIT), peer is None) for _, peer in ends]
+            replies = [self._netlink.recv(_REPLY_BYTES, socket.MSG_DONTWAIT) for _ in ends]
         except OSError as error:
             # Other replies may be left in it.
             self.close()
             # Without descriptors or memory, nobody is believed: others could use them up.
-            return [_UNASKED if error.errno in _EXHAUSTED else None] * len(ends)
+            return [_UNASKED if error.errno in (*EXHAUSTED, errno.EAGAIN) else None] * len(ends)
+        # All have been read: a reply that cannot be parsed leaves none that the next question would get.
+        return [_owner_in(reply, peer is None) for reply, (_, peer) in zip(replies, ends, strict=True)]
 
     def close(self) -> None:
         """Close the socket; the next question opens another."""

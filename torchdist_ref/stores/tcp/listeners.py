@@ -6,13 +6,20 @@ to accept such a client and disconnect it at once. Do not add requests or limits
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
 from time import monotonic
 
-from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, DescriptorPoller, Peer, SocketOwners, refused_users
+from torchdist_ref.stores.sockets import (
+    EXHAUSTED,
+    READ,
+    TRUST_NETWORK,
+    DescriptorPoller,
+    Peer,
+    SocketOwners,
+    refused_users,
+)
 
 logger = logging.getLogger("torchdist_ref.stores")
 
@@ -20,7 +27,6 @@ ACCEPTED_IN_TURN = 48
 ACCEPT_RETRY_SECONDS = 0.1
 WARNING_SECONDS = 60.0
 MAX_REPORTED_USERS = 16
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ListeningSockets:
@@ -71,7 +77,7 @@ class ListeningSockets:
             pass
         except OSError as error:
             # Other errors concern only the connection, which is closed already.
-            if error.errno in _EXHAUSTED:
+            if error.errno in EXHAUSTED:
                 self._note_exhausted(error)
         # The kernel is asked once for all of them.
         users = refused_users(self._owners, listener, peers) if peers else []
