@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -91,8 +92,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         handle(handler, client, request)
 
     monkeypatch.setattr(RequestHandler, "handle", timed)
-    for name in ("monotonic", "thread_time"):
-        monkeypatch.setattr(server, name, made.monotonic)
+    for module, name in ((server, "monotonic"), (connections, "monotonic"), (connections, "thread_time")):
+        monkeypatch.setattr(module, name, made.monotonic)
     return made
 
 
@@ -171,6 +172,64 @@ def test_the_time_of_accepting_new_clients_is_not_that_of_a_quick_one(
         each.socket.close()
     honest.close()
     assert most == 1
+
+
+def crowd(loop: server.ServerLoop) -> list[socket.socket]:
+    """Connect 300 clients that the loop has not accepted; each sends a request."""
+    clients = [socket.create_connection(loop.listeners.sockets[0].getsockname()) for _ in range(300)]
+    for each in clients:
+        each.sendall(HANDSHAKE + write_request(Op.ADD, b"/%d" % each.fileno(), 1))
+    return clients
+
+
+def test_a_client_behind_many_new_ones_is_accepted_in_the_next_turn(loop: server.ServerLoop, clock: Clock) -> None:
+    """Once 48 were accepted in a turn, and all the time of the others in it came before the next 48."""
+    clients = crowd(loop)
+    turn(loop)
+    for each in clients:
+        each.close()
+    assert len(loop.connections) == len(clients)
+
+
+def test_accepting_takes_at_most_its_share_of_a_turn(
+    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = server.ServerConnection
+
+    def slowly(*arguments: Any) -> server.ServerConnection:
+        clock.now += 0.0001
+        return made(*arguments)
+
+    monkeypatch.setattr(server, "ServerConnection", slowly)
+    clients = crowd(loop)
+    counts = []
+    while len(loop.connections) < len(clients):
+        turn(loop)
+        counts.append(len(loop.connections))
+    served = sum(connection.validated for connection in loop.connections.values())
+    for each in clients:
+        each.close()
+    # The kernel is asked for the owners of 48 at a time, and the last of these may end late.
+    assert counts == [144, 288, 300]
+    # The second turn serves 50 in its 10 ms, as each sends two requests. In the third, each may send one: 100.
+    assert served == 150
+
+
+def test_new_clients_wait_to_be_accepted_while_too_many_have_had_no_turn(
+    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the oldest would be closed as ones that send nothing, though they had sent a request."""
+    monkeypatch.setattr(server, "MAX_UNVALIDATED", 200)
+    monkeypatch.setattr(server, "MAX_UNSERVED", 100)
+    clients = crowd(loop)
+    turns = 0
+    while len(loop.handler.table.values) < len(clients) and turns < 100:
+        turn(loop)
+        turns += 1
+    open_connections = len(loop.connections)
+    for each in clients:
+        each.close()
+    assert open_connections == len(clients), "none was closed"
 
 
 @pytest.mark.parametrize("kind", ["wait", "check", "multi_get", "multi_set"])
@@ -371,21 +430,21 @@ def test_others_are_answered_in_each_turn_of_a_deletion(loop: server.ServerLoop)
 
 def test_clock_of_the_thread_stands_still_while_the_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, thread = Clock(), Clock()
-    monkeypatch.setattr(server, "monotonic", wall.monotonic)
-    monkeypatch.setattr(server, "thread_time", thread.monotonic)
-    clock = server.ThreadClock()
-    begin, brief = clock.read(), server.BRIEF_SECONDS / 4
+    monkeypatch.setattr(connections, "monotonic", wall.monotonic)
+    monkeypatch.setattr(connections, "thread_time", thread.monotonic)
+    clock = connections.ThreadClock()
+    begin, brief = clock.read(), connections.BRIEF_SECONDS / 4
     for waited, worked in [(0.0, brief), (0.0, brief), (3.0, brief), (5.0, 0.0), (brief, 0.0), (0.0, 0.07)]:
         wall.now += waited + worked
         thread.now += worked
-        assert abs(clock.read() - begin - thread.now) <= server.BRIEF_SECONDS
+        assert abs(clock.read() - begin - thread.now) <= connections.BRIEF_SECONDS
     for _ in range(1000):
         wall.now += brief
         clock.read()
     wall.now, thread.now = wall.now + 2.0, thread.now + 2.0
     before = clock.read()
     wall.now, thread.now = wall.now + 2.0, thread.now + 2.0
-    assert abs(clock.read() - before - 2.0) <= server.BRIEF_SECONDS
+    assert abs(clock.read() - before - 2.0) <= connections.BRIEF_SECONDS
 
 
 def validated(loop: server.ServerLoop, port: int, number: int) -> list[socket.socket]:

@@ -23,7 +23,7 @@ from torchdist_ref.stores.sockets import (
 
 logger = logging.getLogger("torchdist_ref.stores")
 
-ACCEPTED_IN_TURN = 48
+ACCEPTED_AT_ONCE = 48
 ACCEPT_RETRY_SECONDS = 0.1
 WARNING_SECONDS = 60.0
 MAX_REPORTED_USERS = 16
@@ -34,13 +34,14 @@ class ListeningSockets:
 
     Attributes:
         sockets: the sockets.
+        more: whether the last call of `accept` may have left connections waiting.
         exhausted: whether the last call of `accept` found no descriptor or memory for a connection.
         retry_at: when to listen again, in seconds of the monotonic clock; 0 while listening.
     """
 
     def __init__(self, sockets: list[socket.socket], poller: DescriptorPoller) -> None:
         self.sockets = sockets
-        self.exhausted = False
+        self.more = self.exhausted = False
         self.retry_at = 0.0
         self._poller = poller
         self._listening = False
@@ -65,14 +66,15 @@ class ListeningSockets:
 
     def accept(self, descriptor: int) -> list[socket.socket]:
         """Return connections that wait at one of the sockets, without those of other users."""
-        self.exhausted = False
+        self.more = self.exhausted = False
         listener = next((each for each in self.sockets if each.fileno() == descriptor), None)
         if listener is None:
             return []  # a connection that was closed in this turn
         peers: list[Peer] = []
         try:
-            while len(peers) < ACCEPTED_IN_TURN:
+            while len(peers) < ACCEPTED_AT_ONCE:
                 peers.append(listener.accept())
+            self.more = True
         except BlockingIOError:
             pass
         except OSError as error:

@@ -35,12 +35,12 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from itertools import chain, islice
-from time import monotonic, thread_time
+from time import monotonic
 
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
-from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS, ConnectionOwner, ServerConnection
-from torchdist_ref.stores.tcp.listeners import ListeningSockets
+from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS, ConnectionOwner, ServerConnection, ThreadClock
+from torchdist_ref.stores.tcp.listeners import ACCEPTED_AT_ONCE, ListeningSockets
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
 from torchdist_ref.stores.tcp.protocol import ProtocolError, Request
 from torchdist_ref.stores.tcp.requests import RequestHandler
@@ -55,12 +55,14 @@ MEMORY_LIMIT = 4 * 2**20
 READ_BYTES = 4096
 MAX_READ_BYTES = 64 * 1024
 MAX_UNVALIDATED = 1024
+MAX_UNSERVED = MAX_UNVALIDATED - 2 * ACCEPTED_AT_ONCE
 MAX_NEWCOMERS = 4096
 UNSENT_SHARE = 16
 """Part of the budget, as its divisor, that unsent replies may always use, also in a store that is full of keys."""
 TURN_SECONDS = 0.005
 """Time of each half of a turn, of this thread: a busy host lets the thread wait, which is no fault of a client."""
-BRIEF_SECONDS = 500e-6
+ACCEPT_SECONDS = 0.01
+"""Time in a turn for new connections, as long as that for the others: a client behind many waits for few turns."""
 ROUND_SECONDS = 0.02
 """Time in which all ready clients should have had a turn: each is served for its share of that, but one request."""
 QUICK_SECONDS = 0.001
@@ -72,30 +74,6 @@ PAUSED_CHECK_SECONDS = 0.25
 ERROR_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 5.0
 _GREETINGS = (Op.VALIDATE, Op.PING)
-
-
-class ThreadClock:
-    """Time of this thread, for most reads from the wall's clock, which costs a tenth as much.
-
-    A busy host lets a thread wait, while the wall's time passes: after `BRIEF_SECONDS` the other clock is read.
-    """
-
-    def __init__(self) -> None:
-        self._now = self._wall = self._thread = self._unchecked = 0.0
-
-    def read(self) -> float:
-        """Return seconds; only differences count."""
-        wall = monotonic()
-        passed = wall - self._wall
-        self._wall = wall
-        if self._unchecked + passed < BRIEF_SECONDS:
-            self._unchecked += passed
-            self._now += passed
-        else:
-            thread = thread_time()
-            self._now += max(0.0, thread - self._thread - self._unchecked)
-            self._thread, self._unchecked = thread, 0.0
-        return self._now
 
 
 class ServerLoop(ConnectionOwner):
@@ -195,8 +173,9 @@ class ServerLoop(ConnectionOwner):
             connection = self.connections.get(descriptor)
             if connection is None:
                 self._accept(descriptor)
-                # Not the time of the next client, which would come after new ones then.
-                before = self._clock.read()
+                # Neither the time of the clients in this turn, nor of the next one, which would come after new ones.
+                now = self._clock.read()
+                before, end = now, end + now - before
                 continue
             if connection.queue is not None:
                 continue
@@ -226,9 +205,13 @@ class ServerLoop(ConnectionOwner):
     # Opening and closing connections
 
     def _accept(self, descriptor: int) -> None:
-        silent = list(islice(self._unvalidated, 1))
-        for sock in self.listeners.accept(descriptor):
-            self._add(ServerConnection(self, sock, self._clock.read()))
+        silent, end = list(islice(self._unvalidated, 1)), self._clock.read() + ACCEPT_SECONDS
+        more = True
+        while more:
+            for sock in self.listeners.accept(descriptor):
+                self._add(ServerConnection(self, sock, self._clock.read()))
+            # Too many that have not had a turn yet would be taken for silent ones.
+            more = self.listeners.more and len(self._unvalidated) < MAX_UNSERVED and self._clock.read() < end
         if self.listeners.exhausted:
             # The kernel reports that even if nobody waits, so a client that was accepted just now must not go.
             idle = next(chain(silent, self._newcomers), None)
