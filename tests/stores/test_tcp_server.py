@@ -27,6 +27,7 @@ from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
+from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.stores.tcp.sessions import ClientSession
 from torchdist_ref.testing import namespaces
 from torchdist_ref.timeouts import Deadline
@@ -346,16 +347,16 @@ def test_clients_that_have_gone_are_not_taken_for_root() -> None:
 
 
 class FullSocket:
-    """Socket to the kernel that has no memory left for the second answer."""
+    """Socket to the kernel that has no memory left for the second answer, or says that it is not there."""
 
-    def __init__(self, netlink: socket.socket) -> None:
+    def __init__(self, netlink: socket.socket, error: int = errno.ENOBUFS) -> None:
         self.send, self.close, self._recv = netlink.send, netlink.close, netlink.recv
-        self._answers = 0
+        self._answers, self._error = 0, error
 
     def recv(self, size: int, flags: int) -> bytes:
         self._answers += 1
         if self._answers == 2:
-            raise OSError(errno.ENOBUFS, "no buffer space available")
+            raise OSError(self._error, "refused")
         return self._recv(size, flags)
 
 
@@ -375,6 +376,21 @@ def test_clients_are_refused_while_the_kernel_has_no_memory_to_say_whose_they_ar
             each.close()
         for each in clients[1:]:
             each.close()
+
+
+@pytest.mark.parametrize("refused", [errno.ENOBUFS, errno.EAGAIN, errno.EMFILE])
+def test_a_client_without_memory_to_ask_whose_the_server_is_says_so(
+    refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each of these was said to be a process without file descriptors."""
+    owners = sockets.SocketOwners()
+    kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, sockets._SOCK_DIAG)
+    owners._netlink = FullSocket(kernel, refused)  # type: ignore[assignment]
+    advice = "file descriptor" if refused == errno.EMFILE else "memory"
+    with kernel, closing(TCPServer("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(sockets, "SocketOwners", lambda: owners)
+        with pytest.raises(DistNetworkError, match=f"no socket to 127.0.0.1:{server.port} can be opened.*{advice}"):
+            TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "myself.example"])

@@ -270,7 +270,7 @@ def refused_server(sock: socket.socket) -> int | None:
     with closing(SocketOwners()) as owners:
         listener, user = owners.find(sock.family, [(peer, None), (peer, own)])
     if user == _UNASKED:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise owners.error
     if user == _CLOSED and _is_elsewhere(sock, peer[0]):
         return None
     return _refused(listener if user == _UNACCEPTED else user)
@@ -292,9 +292,13 @@ class SocketOwners:
     """Users that own TCP sockets of this host, as the kernel says; it is asked over one socket, opened at first use.
 
     sock_diag(7) finds a socket by its two addresses, and one that listens by its own. One process asks at a time.
+
+    Attributes:
+        error: why the kernel could not be asked, where `find` returned `_UNASKED`.
     """
 
     def __init__(self) -> None:
+        self.error = OSError()
         self._netlink: socket.socket | None = None
 
     def find(self, family: socket.AddressFamily, ends: Sequence[Ends]) -> list[int | None]:
@@ -317,6 +321,8 @@ class SocketOwners:
         except OSError as error:
             # Other replies may be left in it.
             self.close()
+            # A reply that has not come had no memory.
+            self.error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) if error.errno == errno.EAGAIN else error
             # Without descriptors or memory, nobody is believed: others could use them up.
             return [_UNASKED if error.errno in (*EXHAUSTED, errno.EAGAIN) else None] * len(ends)
         # All have been read: a reply that cannot be parsed leaves none that the next question would get.
