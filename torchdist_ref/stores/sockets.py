@@ -319,10 +319,10 @@ class SocketOwners:
             # The kernel replies within the system call that sends: nothing has to be waited for.
             replies = [self._netlink.recv(_REPLY_BYTES, socket.MSG_DONTWAIT) for _ in ends]
         except OSError as error:
-            # Other replies may be left in it.
-            self.close()
             # A reply that has not come had no memory.
             self.error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) if error.errno == errno.EAGAIN else error
+            # Other replies may be left in it.
+            self.close()
             # Without descriptors or memory, nobody is believed: others could use them up.
             return [_UNASKED if error.errno in (*EXHAUSTED, errno.EAGAIN) else None] * len(ends)
         # All have been read: a reply that cannot be parsed leaves none that the next question would get.
