@@ -41,6 +41,8 @@ from tests.soak import proofs
 from torchdist_ref.stores import TCPStore
 
 WORLD, VISITS, BOUND_SECONDS, HANG_SECONDS = 3, 2, 0.1, 15.0
+MISSED_SECONDS = 1.0
+"""Time after which a survivor was not merely late, but had missed the death: it is not tried again."""
 HEAD_START_SECONDS = 0.01
 PACKAGE = str(Path(dist.__file__).parent)
 TRANSPORTS = ("shared_memory", "tcp")
@@ -342,12 +344,14 @@ class Checked:
         points: Lines that the victim ran.
         named: Lines before the store knew the victim; it does not die there.
         outcomes: Outcome of each death.
+        late_once: Deaths after which a survivor was late, and in time when the rank died there again.
     """
 
     case: Case
     points: int
     named: int
     outcomes: list[Outcome]
+    late_once: int = 0
 
     @property
     def wrong(self) -> list[Outcome]:
@@ -363,8 +367,8 @@ class Checked:
         times = [1000 * seconds for seconds in self.times]
         return (
             f"{self.case.function:26} {self.case.transport:13} rank {self.case.victim}  {self.points:5} lines, "
-            f"{self.named:4} before it is known, {len(self.outcomes):5} tried, {len(self.wrong):4} wrong; "
-            f"median {times[len(times) // 2]:4.0f} ms, worst {times[-1]:5.0f} ms"
+            f"{self.named:4} before it is known, {len(self.outcomes):5} tried, {len(self.wrong):4} wrong, "
+            f"{self.late_once:3} late once; median {times[len(times) // 2]:4.0f} ms, worst {times[-1]:5.0f} ms"
         )
 
 
@@ -374,13 +378,19 @@ def check(case: Case, share: float, seed: int = 0, bound: float = BOUND_SECONDS)
         case = replace(case, port=port)
         points, named, chosen = points_of(case, share, seed)
         outcomes = [case.run(point) for point in chosen]
+        late_once = 0
+        for number, each in enumerate(outcomes):
+            if bound < each.seconds < MISSED_SECONDS and not each.error:
+                # The machine may have been busy; a line at which survivors wait makes them late each time.
+                outcomes[number] = case.run(each.point)
+                late_once += outcomes[number].seconds <= bound
     if case.function == "init_process_group":
         # A run differs from the counted ones: on a busy machine rank 0 begins late, and this point comes too early.
         outcomes = [each for each in outcomes if each.named]
     for each in outcomes:
         if not each.error and each.seconds > bound:
             each.error = f"a survivor took {each.seconds * 1000:.0f} ms"
-    return Checked(case, points, named, outcomes)
+    return Checked(case, points, named, outcomes, late_once)
 
 
 def summary(found: list[Checked]) -> proofs.Outcome:
@@ -391,6 +401,7 @@ def summary(found: list[Checked]) -> proofs.Outcome:
         result.done += len(each.outcomes)
         result.failed += len(each.wrong)
         result.counts[each.case.function] += len(each.outcomes)
+        result.counts["late once, and in time when repeated"] += each.late_once
     result.counts["median milliseconds to the error"] = round(1000 * times[len(times) // 2])
     result.counts["worst milliseconds to the error"] = round(1000 * times[-1])
     return result
