@@ -23,11 +23,16 @@ print(hasattr(torch.distributed.Backend, "REF"), ours)
 """
 
 
-def answer(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter that finds packages in `path` first."""
+# The last step of `import torch`, for an interpreter that has torch loaded without its backends.
+AUTOLOAD = "import torch; torch._import_device_backends()\n"
+
+
+def answer(
+    program: str, path: Path, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in an interpreter, a fresh one by default, that finds packages in `path` first."""
     env = {**os.environ, "PYTHONPATH": str(path), **environment}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=path)
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, env=env, cwd=path)
 
 
 def installed(path: Path) -> Path:
@@ -42,7 +47,7 @@ def installed(path: Path) -> Path:
     return path
 
 
-# These are over a second: each starts an interpreter that imports torch.
+# Over a second, as each of those without `python_with_torch`: it starts an interpreter that imports torch.
 def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) -> None:
     result = answer(ASK, installed(tmp_path))
     assert (result.stdout, result.stderr) == (
@@ -51,19 +56,31 @@ def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) ->
     )
 
 
-def test_the_import_registers_ref_if_torch_is_imported_before(tmp_path: Path) -> None:
-    program = "import torch, torchdist_ref; print(torch.distributed.Backend.REF)"
-    assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
+def test_the_import_registers_ref_if_torch_is_imported_before(python_with_torch: str) -> None:
+    program = (
+        "import sys, torch; print('torchdist_ref' in sys.modules);"
+        "import torchdist_ref; print(torch.distributed.Backend.REF)"
+    )
+    assert answer(program, PACKAGE.parent, python_with_torch).stdout == "False\nref\n"
 
 
-@pytest.mark.parametrize("use", ["torchdist_ref.all_reduce", "import torchdist_ref.groups"])
-def test_the_first_use_registers_ref_if_torch_is_imported_later(use: str) -> None:
-    program = f"import torchdist_ref, torch; {use}; print(torch.distributed.Backend.REF)"
-    assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
+def test_the_first_use_registers_ref_if_torch_is_imported_later() -> None:
+    """One interpreter imports both, and forks a process for each kind of use."""
+    program = """
+import os, torchdist_ref, torch
+for use in ("torchdist_ref.all_reduce", "import torchdist_ref.groups"):
+    if os.fork() == 0:
+        print(use, hasattr(torch.distributed.Backend, "REF"))
+        exec(use)
+        print(torch.distributed.Backend.REF, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    found = answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert found.stdout == "torchdist_ref.all_reduce False\nref\nimport torchdist_ref.groups False\nref\n"
 
 
 GROUP = """
-import torch
 try:
     torch.distributed.init_process_group('ref', store=torch.distributed.HashStore(), rank=0, world_size=1)
     tensor = torch.ones(2)
@@ -75,24 +92,28 @@ except ImportError as error:
 """
 
 
-def test_a_group_on_ref_without_the_import(tmp_path: Path) -> None:
-    assert answer(GROUP, installed(tmp_path)).stdout == "[1.0, 1.0] ref\n"
+def test_a_group_on_ref_without_the_import(python_with_torch: str, tmp_path: Path) -> None:
+    assert answer(AUTOLOAD + GROUP, installed(tmp_path), python_with_torch).stdout == "[1.0, 1.0] ref\n"
 
 
 @pytest.mark.parametrize("broken", ["calls.py", "backends/ref/backend.py", "backends/ref_in_torch/process_group.py"])
-def test_a_broken_installation_breaks_the_group_and_not_torch(broken: str, tmp_path: Path) -> None:
+def test_a_broken_installation_breaks_the_group_and_not_torch(
+    broken: str, python_with_torch: str, tmp_path: Path
+) -> None:
     (installed(tmp_path) / "torchdist_ref" / broken).write_text("this is no Python")
-    result = answer(GROUP, tmp_path)
+    result = answer(AUTOLOAD + GROUP, tmp_path, python_with_torch)
     assert result.returncode == 0, result.stderr
     assert "torchdist_ref can't be loaded" in result.stdout and "Install it anew" in result.stdout
 
 
 @pytest.mark.parametrize("text", ["this is no Python", "raise OSError('unreadable')", None])
-def test_torch_starts_if_the_backends_cannot_be_loaded(text: str | None, tmp_path: Path) -> None:
+def test_torch_starts_if_the_backends_cannot_be_loaded(
+    text: str | None, python_with_torch: str, tmp_path: Path
+) -> None:
     """Nothing else is loaded; what can't be caught is a package whose ``__init__`` Python can't read."""
     broken = installed(tmp_path) / "torchdist_ref" / "backends" / "__init__.py"
     shutil.rmtree(broken.parent) if text is None else broken.write_text(text)
-    result = answer(ASK, tmp_path)
+    result = answer(AUTOLOAD + ASK, tmp_path, python_with_torch)
     assert (result.returncode, result.stdout) == (0, "False ['torchdist_ref', 'torchdist_ref.torch_paths']\n")
     assert "backend 'ref' cannot be registered with torch" in result.stderr
 
