@@ -100,6 +100,7 @@ class Unprintable(Exception):
 
 def test_every_error_has_a_text_that_can_be_sent() -> None:
     assert message_of(OSError("no \udce9.pt")) == r"OSError: no \udce9.pt"
+    assert message_of(AssertionError()) == "AssertionError"
     assert message_of(Unprintable()) == "Unprintable: its text cannot be read: LookupError"
 
 

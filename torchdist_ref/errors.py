@@ -253,12 +253,15 @@ def text_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return type and text of an exception; as `text_of`, it never raises.
+    """Return type and text of an exception, or its type if it has no text; as `text_of`, it never raises.
 
     >>> message_of(ValueError("no such file"))
     'ValueError: no such file'
+    >>> message_of(AssertionError())
+    'AssertionError'
     """
-    return f"{type(error).__name__}: {text_of(error)}"
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def in_context(text: str, error: BaseException) -> DistError:

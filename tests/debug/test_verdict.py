@@ -22,6 +22,7 @@ from torchdist_ref import failure_record
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
+from torchdist_ref.errors import explain_type
 from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
 
@@ -381,6 +382,17 @@ def test_the_verdict_is_one_sentence_though_an_error_has_several() -> None:
     found = find_verdict(Dumps({0: RankDump(0, "rank0", (), error=error, error_frames=frames)}))
     assert found.sentence == (
         "Rank 0 raised MismatchError: rank 1 gives 2.5 elements, and rank 0 expects 1 at train.py:4 in step."
+    )
+
+
+def test_the_verdict_on_a_wrong_type_says_which_type() -> None:
+    """Once it ended after the words "Invalid function argument"."""
+    error = f"ArgumentTypeError: {explain_type('all_reduce', 'tensor', 'torch.Tensor', str(list))}"
+    frames = (("step", "/home/me/train.py", 4),)
+    found = find_verdict(Dumps({0: RankDump(0, "rank0", (), error=error, error_frames=frames)}))
+    assert found.sentence == (
+        "Rank 0 raised ArgumentTypeError: all_reduce: Invalid function argument: expected parameter `tensor` of type "
+        "torch.Tensor but got <class 'list'> instead at train.py:4 in step."
     )
 
 

@@ -272,7 +272,9 @@ def _failed_because_of_another(dump: RankDump) -> bool:
 
 
 def _short(text: str, most: int = 300) -> str:
-    """Return the first sentence of an error."""
+    """Return the first sentence of an error, with the lines that continue it."""
+    # Of torch's two sentences on a wrong type, only the second one says what is wrong.
+    text = re.sub(r"\n +", " ", text).replace("Invalid function argument. E", "Invalid function argument: e")
     line = re.split(r"\n|\. (?=[A-Z])", text)[0].rstrip(".")
     return line if len(line) <= most else f"{line[:most]}…"
 
@@ -453,7 +455,8 @@ def _key(wait: _Wait) -> tuple[str, Number, str]:
 def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: str) -> str:
     """Return what is known about a rank that others wait for; `left` says that it has left the group or is stopped."""
     dump = dumps.ranks.get(rank)
-    if left:
+    # A rank that has left with a dump tells where.
+    if left and not (dump and dump.has_left):
         return f"rank {rank} {left}"
     if dump is None:
         return dumps.lack(rank)
