@@ -162,6 +162,41 @@ def test_the_first_failure_is_reported_and_stops_all_ranks(launch: Launch, end: 
     assert result.returncode == code
 
 
+def test_the_report_has_no_path_of_a_record_that_is_gone(launch: Launch, tmp_path: Path) -> None:
+    script = "from torchdist_ref import failure_record\nfailure_record.write(ValueError('boom'))\nraise SystemExit(1)"
+    assert "  error_file: <N/A>\n  traceback : ValueError: boom\n" in launch(script).stderr
+    [line] = [each for each in launch(script, "--log-dir", "logs").stderr.splitlines() if "error_file" in each]
+    assert "boom" in (tmp_path / line.partition(": ")[2]).read_text()
+
+
+def test_a_rank_that_still_prints_its_exception_is_not_stopped(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks write dumps, all are stopped half a second later. Once that killed the failed rank, too.
+
+    It takes that time, since rank 0 waits for the end of rank 2.
+    """
+    monkeypatch.setenv("TORCHDIST_REF_FLIGHT_RECORDER_DIR", str(tmp_path))
+    script = (
+        f"{RANK}import select\nfrom torchdist_ref import failure_record\n"
+        "open('new', 'w').write(str(os.getpid())) and os.rename('new', '2') if rank == 2 else None\n"
+        "if rank == 0:\n"
+        "  failure_record.write(ValueError('boom'))\n"
+        "  while not os.path.exists('2'): select.select([], [], [], 0.001)\n"
+        "  other = os.pidfd_open(int(open('2').read()))\n"
+        "  open('ready', 'w')\n"
+        "  select.select([other], [], [])\n"
+        "elif rank == 1:\n"
+        "  while not os.path.exists('ready'): select.select([], [], [], 0.001)\n"
+        "else:\n"
+        "  import signal; signal.pause()\n"
+        "sys.exit(1)\n"
+    )
+    result = launch(script, "--nproc-per-node", "3")
+    assert "failed with ValueError: boom; stopping rank 2\n" in result.stderr, result.stderr
+    assert "  exitcode  : 1 (pid: " in result.stderr and result.returncode == 1
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(launch: Launch) -> None:
     ready = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'ready {rank}', 'w')\n"
     await_other = "import time\nwhile not os.path.exists('ready 0'): time.sleep(0.01)\nsys.exit(3)\n"

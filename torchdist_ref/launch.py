@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from shutil import rmtree
 
 from torchdist_ref.errors import ArgumentError, DistError
@@ -79,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
             if config.logs_specs and not args.log_dir:
                 folder = config.logs_specs.root_log_dir
                 _log(f"log files are in {folder}") if keeps_logs else stack.callback(rmtree, folder, True)
-            return run_job(config, entrypoint, arguments, log=_log, on_end=_report, own_descendants=True).code
+            return run_job(
+                config, entrypoint, arguments, log=_log, on_end=partial(_report, keeps_logs), own_descendants=True
+            ).code
         except (DistError, ArgumentError) as error:
             _log(str(error))
             return _BAD_INPUT_CODE
@@ -90,14 +94,14 @@ def launch(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _report(outcome: Outcome) -> None:
+def _report(keeps_logs: bool, outcome: Outcome) -> None:
     """Write the first failure, after everything else."""
     if outcome.first_failure is None:
         return
-    from torchdist_ref.launcher.failures import ProcessFailure, describe
+    from torchdist_ref.launcher.failures import ProcessFailure, describe, failure_of
 
-    first = outcome.first_failure
-    failure = ProcessFailure(first.local_rank, first.pid, first.status, first.error_file)
+    first = replace(outcome.first_failure, keeps_record=keeps_logs)
+    failure = failure_of(first, ProcessFailure)
     _log(f"the job failed; first failure:\n{describe(first.rank, failure)}")
 
 

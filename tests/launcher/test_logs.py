@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed.elastic.multiprocessing as theirs
 
-from torchdist_ref.launcher import failures, logs
+from torchdist_ref.launcher import LaunchConfig, elastic_launch, failures, logs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -237,6 +237,18 @@ class TestBesideTorch:
                 module.record(fail)()
             found.append(json.loads(path.read_text()))
         assert found[0] == found[1] and found[0]["message"]["errorCode"] == 5
+
+    def test_a_record_that_is_removed_with_its_job_is_handed_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once the failure of the child was lost in a FileNotFoundError."""
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "parent.json"))
+        config = LaunchConfig(1, 1, 1, start_method="fork", monitor_interval=0.01)
+        with pytest.raises(failures.ChildFailedError, match="error_file: <N/A>") as caught:
+            failures.record(elastic_launch(config, failures.record(int)))("seven")
+        assert "invalid literal for int" in str(caught.value.failures[0].error_file_data)
+        content = json.loads((tmp_path / "parent.json").read_text())["message"]
+        assert content["message"].startswith("ValueError: invalid literal") and content["errorCode"] == 1
 
 
 def test_errors_are_torchs_too_where_torchs_are_imported() -> None:

@@ -332,7 +332,7 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
 def _raise(outcome: Outcome, name: str) -> None:
     if not outcome.code:
         return
-    from torchdist_ref.launcher.failures import ChildFailedError, ProcessFailure, SignalException, as_torchs
+    from torchdist_ref.launcher.failures import ChildFailedError, ProcessFailure, SignalException, as_torchs, failure_of
 
     first = outcome.first_failure
     if outcome.reason:
@@ -341,6 +341,5 @@ def _raise(outcome: Outcome, name: str) -> None:
         signum = signal.Signals(outcome.signal)
         message = f"{name}: the launcher received {signum.name}"
         raise as_torchs(SignalException, "api")(message, sigval=signum)
-    kind = as_torchs(ProcessFailure, "errors")
-    failure = kind(first.local_rank, first.pid, first.status, first.error_file)
+    failure = failure_of(first, as_torchs(ProcessFailure, "errors"))
     raise as_torchs(ChildFailedError, "errors")(name, {first.rank: failure})

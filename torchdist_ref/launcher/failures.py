@@ -32,7 +32,7 @@ logger = logging.getLogger("torchdist_ref.launcher")
 
 _TORCH = "torch.distributed.elastic.multiprocessing"
 _NO_FILE = "<N/A>"
-_NO_TRACEBACK = "not recorded; decorate the entry function with elastic.multiprocessing.errors.record"
+_NO_TRACEBACK = "decorate the main function with torchdist_ref.elastic.multiprocessing.errors.record"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -84,6 +84,19 @@ class ProcessFailure:
     def timestamp_isoformat(self) -> str:
         """Return the time of the failure, in the local time zone."""
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
+
+
+def failure_of(worker: Any, kind: Any) -> Any:
+    """Return the failure of a worker: with the content of its record, and with the path if the record remains.
+
+    Args:
+        worker: Its `Exit`.
+        kind: Class of the failure.
+    """
+    failure = kind(worker.local_rank, worker.pid, worker.status, worker.error_file)
+    if not worker.keeps_record:
+        failure.error_file = _NO_FILE
+    return failure
 
 
 class ChildFailedError(Exception):
@@ -219,7 +232,7 @@ class ErrorHandler:
         if path:
             stack = "".join(traceback.format_exception(e))
             extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-            self._write(path, {"message": {"message": message_of(e), "extraInfo": extra}})
+            _write(path, {"message": {"message": message_of(e), "extraInfo": extra}})
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
@@ -244,23 +257,7 @@ class ErrorHandler:
             rootcause_error_file: Path of the child's record.
             error_code: Exit code to write into the copy; 0 keeps the child's.
         """
-        content = json.loads(Path(rootcause_error_file).read_text("utf-8"))
-        if error_code:
-            self.override_error_code_in_rootcause_data(rootcause_error_file, content, error_code)
-        path = os.environ.get(ERROR_FILE)
-        if path:
-            self._write(path, content)
-        else:
-            logger.error("%s is not set: the failure record %s is not copied", ERROR_FILE, rootcause_error_file)
-
-    def _write(self, path: str, content: dict[str, Any]) -> None:
-        try:
-            # Readers see the whole record or none.
-            temporary = Path(f"{path}.{os.getpid()}")
-            temporary.write_text(json.dumps(content), "utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            warnings.warn(f"the failure record cannot be written: {error}", stacklevel=2)
+        _hand_on(self, rootcause_error_file, json.loads(Path(rootcause_error_file).read_text("utf-8")), error_code)
 
 
 def get_error_handler() -> ErrorHandler:
@@ -301,6 +298,9 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
                 _, failure = error.get_first_failure()  # type: ignore[attr-defined]
                 if failure.error_file != _NO_FILE:
                     handler.dump_error_file(failure.error_file, failure.exitcode)
+                elif isinstance(failure.error_file_data.get("message"), dict):
+                    # The file has been removed with the temporary folder of its job.
+                    _hand_on(handler, _NO_FILE, failure.error_file_data, failure.exitcode)
                 else:
                     logger.info("local rank %d left no failure record", failure.local_rank)
             else:
@@ -308,6 +308,27 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
             raise
 
     return wrapper
+
+
+def _hand_on(handler: ErrorHandler, source: str, content: dict[str, Any], error_code: int) -> None:
+    """Write the content of a child's record, which is or was in the file `source`, as the record of this process."""
+    if error_code:
+        handler.override_error_code_in_rootcause_data(source, content, error_code)
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        _write(path, content)
+    else:
+        logger.error("%s is not set: the failure record %s is not copied", ERROR_FILE, source)
+
+
+def _write(path: str, content: dict[str, Any]) -> None:
+    try:
+        # Readers see the whole record or none.
+        temporary = Path(f"{path}.{os.getpid()}")
+        temporary.write_text(json.dumps(content), "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        warnings.warn(f"the failure record cannot be written: {error}", stacklevel=3)
 
 
 def _is_torchs(error: Exception) -> bool:

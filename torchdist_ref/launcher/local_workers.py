@@ -80,6 +80,7 @@ class Exit:
         pid: Process id.
         status: Exit code, or the negative number of the signal that killed it.
         error_file: Path of its failure record, which need not exist.
+        keeps_record: Whether the record remains when the job has ended.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class Exit:
     pid: int
     status: int
     error_file: str
+    keeps_record: bool = True
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,8 @@ class LocalWorkers:
         return entrypoint.command(self._folder, rank), None
 
     def _outcome(self, supervisor: Supervisor, logs: LogsDest, assignment: Assignment) -> Outcome:
-        exits = {id(worker): _exit(worker) for worker in supervisor.workers}
+        keeps_records = self.settings.logs_specs is not None
+        exits = {id(worker): _exit(worker, keeps_records) for worker in supervisor.workers}
         first = supervisor.first_failure
         values: dict[int, Any] = {}
         if not supervisor.code and not supervisor.stopped:
@@ -330,9 +333,9 @@ def _substituted(arg: Any, local_rank: int) -> Any:
     return Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
 
 
-def _exit(worker: Worker) -> Exit:
+def _exit(worker: Worker, keeps_record: bool) -> Exit:
     plan, status = worker.plan, worker.process.status
-    return Exit(plan.rank, plan.local_rank, worker.process.pid, status or 0, plan.error_file)
+    return Exit(plan.rank, plan.local_rank, worker.process.pid, status or 0, plan.error_file, keeps_record)
 
 
 def binding(numa_options: Any) -> Callable[[int], tuple[int, ...]] | None:

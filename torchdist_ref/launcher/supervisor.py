@@ -180,8 +180,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._code: int | None = None
-        # Signal to send at the deadline to workers that may write dumps until then.
-        self._postponed = 0
+        # Signal to send at the deadline, and the workers to send it to, which may write dumps until then.
+        self._postponed: tuple[int, Sequence[Worker]] | None = None
         # Workers that ended because of another one, which still runs.
         self._consequences: list[Worker] = []
 
@@ -390,8 +390,8 @@ class Supervisor:
         if self._code is None and self._consequences:
             self._on_failure(self._consequences[0])
         elif self._postponed and self._running():
-            signum, self._postponed = self._postponed, 0
-            self._stop(signum, self.code)
+            (signum, chosen), self._postponed = self._postponed, None
+            self._stop(signum, self.code, chosen)
         elif self._running():
             self._log(f"{self._running_names()} did not stop within {self.grace:g} s: killing")
             self._kill()
@@ -405,7 +405,7 @@ class Supervisor:
         chosen = self._running() if workers is None else workers
         if not any(wants_dumps(worker.plan.environment) for worker in chosen):
             return self._stop(signum, code, chosen)
-        self._code, self._postponed, self._deadline = code, signum, time.monotonic() + _DUMP_SECONDS
+        self._code, self._postponed, self._deadline = code, (signum, chosen), time.monotonic() + _DUMP_SECONDS
         for worker in chosen:
             _request_dump(worker.plan)
 
