@@ -123,11 +123,13 @@ def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
     assert failure_record.read(tmp_path / "error.json") is None
 
 
-def launch(script: str, ranks: int, folder: Path) -> tuple[subprocess.CompletedProcess[str], str]:
+def launch(
+    script: str, ranks: int, folder: Path, python: str = sys.executable
+) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run a script of which rank 1 fails first; return how it ended and the line of the launcher that blames a rank."""
     (folder / "script.py").write_text(script)
     result = subprocess.run(
-        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", str(ranks), "script.py"],
+        [python, "-m", "torchdist_ref.launch", "--nproc-per-node", str(ranks), "script.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -139,9 +141,8 @@ def launch(script: str, ranks: int, folder: Path) -> tuple[subprocess.CompletedP
     return result, named[0]
 
 
-def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) -> None:
-    """Takes some seconds: three processes import torch."""
-    result, named = launch(SCRIPT, 3, tmp_path)
+def test_launcher_and_survivors_name_the_rank_that_failed_first(python_with_torch: str, tmp_path: Path) -> None:
+    result, named = launch(SCRIPT, 3, tmp_path, python_with_torch)
     assert "failed with ValueError: the data of rank 1 are missing" in named
     quoted = "its program ended with ValueError: the data of rank 1 are missing"
     survivors = [line for line in result.stderr.splitlines() if "GroupAbortedError: call" in line]

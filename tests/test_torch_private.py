@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -141,7 +140,7 @@ def test_a_tested_torch_is_not_warned_of(version: str, monkeypatch: pytest.Monke
         torch_private.TABLES.get()
 
 
-def test_a_newer_torch_is_named_when_a_program_begins() -> None:
+def test_a_newer_torch_is_named_when_a_program_begins(python_with_torch: str) -> None:
     """The import alone is silent, since torch imports the library by itself."""
     program = (
         "import warnings, torch; torch.__version__ = '9.1.0'\n"
@@ -151,5 +150,5 @@ def test_a_newer_torch_is_named_when_a_program_begins() -> None:
         "    dist.destroy_process_group()\n"
         "print([str(each.message) for each in seen if 'private names' in str(each.message)])"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([python_with_torch, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.count("this is torch 9.1.0") == 1

@@ -20,6 +20,9 @@ print("torch" in sys.modules, any(each.startswith("torchdist_ref") for each in s
 """
 
 
+PATHS = "import sys; print(sys.path[:2])"
+
+
 @pytest.mark.parametrize("how", ["-c", "-m", "script"])
 def test_a_program_has_the_arguments_and_files_that_were_given(
     how: str, python_with_torch: str, tmp_path: Path
@@ -55,6 +58,17 @@ def test_a_program_has_the_arguments_and_files_that_were_given(
     ]
     assert json.loads(done.stdout) == wanted
     assert (done.returncode, done.stderr) == (0, "True False\n")
+
+
+@pytest.mark.parametrize("how", ["-c", "-m", "script"])
+def test_its_folder_may_stay_off_the_path(how: str, python_with_torch: str, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(PATHS)
+    program = {"-c": ["-c", PATHS], "-m": ["-m", "shown"], "script": ["shown.py"]}[how]
+    # A module is found by its folder then.
+    environment = {**os.environ, "PYTHONPATH": f"/first{os.pathsep}{tmp_path}"}
+    command = [python_with_torch, "-P", *program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{['/first', str(tmp_path)]}\n", done.stderr
 
 
 @pytest.mark.parametrize(

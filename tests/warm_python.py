@@ -1,8 +1,8 @@
 """A Python that has torch loaded already, for tests of programs that start others: launchers, `mpiexec`, spawning.
 
 `started` starts a server that imports torch, which takes seconds, and writes an executable. The executable takes the
-arguments of Python, of which it knows `-B`, `-u`, `-c` and `-m`. It passes them, its environment, its folder and its
-open files to the server, which forks a process that runs the program, and the functions of `atexit`, as a new
+arguments of Python, of which it knows `-B`, `-P`, `-u`, `-c` and `-m`. It passes them, its environment, its folder and
+its open files to the server, which forks a process that runs the program, and the functions of `atexit`, as a new
 interpreter would. The executable forwards signals to that process, and ends as it ends. If the executable is killed,
 the process is killed too.
 
@@ -182,28 +182,30 @@ def take_over(request: dict[str, Any], files: list[int]) -> None:
 def execute(arguments: list[str]) -> None:
     """Run a program as Python does that gets these arguments."""
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    while arguments[0] in ("-u", "-B"):
+    with_folder = True
+    while arguments[0] in ("-u", "-B", "-P"):
         unbuffered |= arguments[0] == "-u"
         sys.dont_write_bytecode |= arguments[0] == "-B"
+        with_folder &= arguments[0] != "-P"
         arguments = arguments[1:]
     if unbuffered:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     kind, *others = arguments
     # In place of the folder of this file.
     sys.path[:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if with_folder:
+        folders = {"-m": os.getcwd(), "-c": ""}
+        sys.path.insert(0, folders.get(kind, os.path.dirname(os.path.realpath(kind))))
     if kind == "-m":
-        sys.path.insert(0, os.getcwd())
         sys.argv = others
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     if kind == "-c":
-        sys.path.insert(0, "")
         sys.argv = ["-c", *others[1:]]
         program = compile(others[0], "<string>", "exec")
     else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
         sys.argv = arguments
         main.__file__ = kind
         program = compile(Path(kind).read_bytes(), kind, "exec")

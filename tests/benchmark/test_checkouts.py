@@ -1,6 +1,6 @@
 """`--against-checkout`: its arithmetic on tables written out, and brief runs of this checkout against itself.
 
-Three interpreters that import torch take some 5 s, so most runs here fork them from this process.
+Three interpreters that import torch take some 5 s, so runs here fork them: most from this process, one by its command.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import pickle
+import sys
 from argparse import Namespace
 from functools import partial
 from math import prod
@@ -133,10 +134,13 @@ def test_this_checkout_against_itself(
     command: list[str],
     cells: list[dict[str, object]],
     tmp_path: Path,
+    python_with_torch: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if command[0] != "start":
+    if command[0] == "start":
+        monkeypatch.setattr(sys, "executable", python_with_torch)
+    else:
         monkeypatch.setattr(ranks, "start_child", forked_side)
     out = tmp_path / "out.json"
     assert main([*command, "--repetitions", "2", "--against-checkout", str(HERE), "--json", str(out)]) == 0

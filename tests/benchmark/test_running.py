@@ -6,6 +6,7 @@ Each run forks ranks and starts backends, which takes some tenths of a second.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,12 @@ def test_a_backend_that_cannot_be_made_is_left_out_with_a_reason(
     assert "barrier" in printed
 
 
-def test_mpi_ranks_under_mpiexec(tmp_path: Path) -> None:
-    # mpiexec starts Pythons of its own, which import torch: seconds, once.
+def test_mpi_ranks_under_mpiexec(tmp_path: Path, python_with_torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Over a second: MPI's ranks wait busily.
     # Without MPI, ref runs alone and a note has the reason.
+    beside = competitors.find_mpiexec()
+    monkeypatch.setattr(competitors, "find_mpiexec", lambda: beside)
+    monkeypatch.setattr(sys, "executable", python_with_torch)
     names, left_out = available(["ref", "mpi4py"])
     assert names == ["ref", "mpi4py"] or "mpi4py is left out" in str(left_out[0])
     out = tmp_path / "out.json"
