@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,17 @@ BEST = {
 }
 
 
-def matrix(spectrum: str, seed: int = 0) -> Tensor:
+@cache
+def matrix(spectrum: str) -> Tensor:
     """Return a 512 x 256 matrix with given singular values."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(n, 256, generator=generator)).Q for n in (512, 256))
     return left * SPECTRA[spectrum](torch.arange(1.0, 257)) @ right.t()
 
 
 def constant_gradient(spectrum: str, rank: int, steps: int, **kw: Any) -> list[Tensor]:
     """Yield the result of each step when every gradient is the same matrix."""
-    gradient = matrix(spectrum)
+    gradient = matrix(spectrum).clone()
 
     def program(_: int) -> list[Tensor]:
         state = started(rank, **kw)
@@ -95,8 +97,8 @@ def constant_gradient(spectrum: str, rank: int, steps: int, **kw: Any) -> list[T
     return run(program, 1)[0]
 
 
-def error(found: Tensor, spectrum: str, seed: int = 0) -> float:
-    exact = matrix(spectrum, seed)
+def error(found: Tensor, spectrum: str) -> float:
+    exact = matrix(spectrum)
     return float((found - exact).norm() / exact.norm())
 
 
@@ -136,15 +138,20 @@ class Given(nn.Module):
         return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
 
 
+@cache
+def gradients_of(step: int, rank: int) -> list[Tensor]:
+    """Return what a rank has in a step: much that all ranks have at all steps, and a little of its own."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    common = torch.Generator().manual_seed(5)
+    return [torch.randn(s, generator=common) + 0.1 * torch.randn(s, generator=generator) for s in Given.SHAPES]
+
+
 def sequence(ddp: Any, rank: int, steps: int, first: int = 0) -> Tensor:
     """The exchanged gradients of each step, for a fixed sequence that differs between ranks."""
     found = []
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        common = torch.Generator().manual_seed(5)
-        gradients = [torch.randn(s, generator=common) + 0.1 * torch.randn(s, generator=generator) for s in Given.SHAPES]
         ddp.zero_grad()
-        ddp(gradients).backward()
+        ddp(gradients_of(step, rank)).backward()
         found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
     return torch.stack(found)
 
@@ -199,6 +206,12 @@ class Large(Given):
     SHAPES = ((720, 400), (300, 977))
 
 
+@cache
+def large_gradients(step: int, rank: int) -> list[Tensor]:
+    noise = torch.Generator().manual_seed(1000 * step + rank)
+    return [fill(step, s) + torch.randn(s, generator=noise) for s in Large.SHAPES]
+
+
 def large(rank: int, path: str, r: int) -> tuple[Tensor, Tensor]:
     start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     found = []
@@ -207,9 +220,8 @@ def large(rank: int, path: str, r: int) -> tuple[Tensor, Tensor]:
         ddp = wrap(Large(), bucket_cap_mb=100)
         ddp.register_comm_hook(state(None, r, 2), hook)
         for step in range(20):
-            noise = torch.Generator().manual_seed(1000 * step + rank)
             ddp.zero_grad()
-            ddp([fill(step, s) + torch.randn(s, generator=noise) for s in Large.SHAPES]).backward()
+            ddp(large_gradients(step, rank)).backward()
         found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -262,9 +274,8 @@ def by_products(rank: int, products: Products, r: int) -> tuple[Tensor, int]:
     ddp.register_comm_hook(PowerSGDState(None, r, 2), powerSGD_hook)
     found = []
     for step in range(6):
-        noise = torch.Generator().manual_seed(1000 * step + rank)
         ddp.zero_grad()
-        ddp([fill(step, s) + torch.randn(s, generator=noise) for s in Large.SHAPES]).backward()
+        ddp(large_gradients(step, rank)).backward()
         found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
     return torch.stack(found), sum(p.numel() >= blocked_products.SMALLEST_ELEMENTS for p in ddp.parameters())
 
@@ -455,7 +466,7 @@ def by_hand(state: PowerSGDState, gradients: list[Tensor], steps: int, parameter
 
 
 def test_factors_in_bfloat16_halve_the_bytes_and_keep_vectors_exact() -> None:
-    gradients = [matrix("1/i"), fill(0, (300,)) / 3]
+    gradients = [matrix("1/i").clone(), fill(0, (300,)) / 3]
     (exact, _), full = by_hand(started(4, use_error_feedback=False), gradients, 12)
     (found, vector), half = by_hand(started(4, use_error_feedback=False, factor_dtype=torch.bfloat16), gradients, 12)
     assert sum(t.nbytes for t in full) == 4 * ((512 + 256) * 4 + 300)
@@ -474,7 +485,7 @@ def layers() -> list[nn.Parameter]:
     found = []
     for spectrum in SPECTRA:
         parameter = nn.Parameter(torch.zeros(512, 256))
-        parameter.grad = matrix(spectrum)
+        parameter.grad = matrix(spectrum).clone()
         found.append(parameter)
     return found
 

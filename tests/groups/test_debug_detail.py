@@ -95,12 +95,14 @@ def test_a_mismatch_shows_both_calls() -> None:
 
 def test_a_rank_without_a_call_is_named() -> None:
     def program(rank: int) -> str:
-        group = dist.new_group(timeout=timedelta(seconds=0.3))
-        if rank == 2:
-            return ""
-        with pytest.raises(dist.RankStalledError) as caught:
-            dist.all_reduce(tensors(rank, (3, 3)), group=group)
-        return str(caught.value)
+        group, text = dist.new_group(timeout=timedelta(seconds=0.3)), ""
+        if rank != 2:
+            with pytest.raises(dist.RankStalledError) as caught:
+                dist.all_reduce(tensors(rank, (3, 3)), group=group)
+            text = str(caught.value)
+        # No rank leaves before.
+        dist.barrier()
+        return text
 
     for rank, text in enumerate(run(program, 3, backend="gloo")[:2]):
         assert f"on rank {rank}): ranks [2] made no call in 0.3 s" in text

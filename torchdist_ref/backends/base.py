@@ -629,6 +629,10 @@ class Backend(ABC):
     def abort(self, reason: str) -> None:
         """Leave the group at once; members that wait for this rank get an error with the reason."""
 
+    def end_calls(self, reason: str) -> None:
+        """End the group's calls as `abort` does, on a rank that then meets other members to make another group."""
+        self.abort(reason)
+
 
 def _forwarded(name: str) -> Any:
     """Return a method that calls the method of this name of the wrapped backend."""
@@ -653,7 +657,7 @@ class BackendWrapper(Backend):
     shares_memory = property(lambda self: self.wrapped.shares_memory)
     broken = property(lambda self: self.wrapped.broken)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
-    successor_store, announce_exit = _forwarded("successor_store"), _forwarded("announce_exit")
+    successor_store, announce_exit, end_calls = map(_forwarded, ("successor_store", "announce_exit", "end_calls"))
     departure, leave, explain_leave = map(_forwarded, ("departure", "leave", "explain_leave"))
 
 

@@ -284,6 +284,11 @@ class ByDevice(Backend):
         for backend in self._backends.values():
             backend.abort(reason)
 
+    def end_calls(self, reason: str) -> None:
+        """See `Backend.end_calls`."""
+        for backend in self._backends.values():
+            backend.end_calls(reason)
+
 
 def _membership_for(membership: Membership, device: str) -> Membership:
     """Return the group as one of its backends sees it.

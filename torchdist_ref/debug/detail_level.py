@@ -133,12 +133,15 @@ class CheckedBackend(BackendWrapper):
         m = self._membership
         keys = [f"{number}/{rank}" for rank in range(m.size)]
         # A rank may end once it has made the call.
-        store = WatchedStore(
-            "checked", self._store, lambda: self.wrapped.failure(absent(), f"call {number}, {call.op}")
-        )
+
+        def end() -> BaseException | None:
+            missing, name = absent(), f"call {number}, {call.op}"
+            return self.wrapped.failure(missing, name) or self.wrapped.departure(missing, name)
 
         def absent() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+        store = WatchedStore("checked", self._store, end)
 
         try:
             return store.wait_get(keys, timedelta(seconds=m.timeout), {keys[m.rank]: text})

@@ -341,7 +341,7 @@ def _shrink(
 ) -> ProcessGroup:
     """Replace a group by one of its remaining ranks; see `shrink_group`."""
     if flags == SHRINK_ABORT:
-        parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {excluded}")
+        parent.backend.end_calls(f"shrink_group: group {parent.group_desc!r} continues without ranks {excluded}")
     with limit_requests(parent.timeout):
         try:
             keys, watch = _meet_remaining(parent, remaining)

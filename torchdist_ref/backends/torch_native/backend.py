@@ -40,7 +40,13 @@ from torchdist_ref.calls import (
     Scatter,
     Send,
 )
-from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankStalledError, UnsupportedError
+from torchdist_ref.errors import (
+    DistBackendError,
+    GroupAbortedError,
+    RankDiedError,
+    RankStalledError,
+    UnsupportedError,
+)
 from torchdist_ref.liveness import MemberFailures
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.work import Work
@@ -193,9 +199,14 @@ class TorchBackend(Backend):
         except RuntimeError as error:
             if isinstance(error, DistBackendError) and error.definite:
                 raise
-            text = f"init_process_group: {self.title} could not connect {self._location()}: {error}"
-            raise DistBackendError(text) from error
+            operation = "init_process_group" if membership.watch is None else membership.watch.operation
+            text = f"{operation}: {self.title} could not connect {self._location()}: {error}"
+            kind = type(error) if isinstance(error, GroupAbortedError | RankDiedError) else DistBackendError
+            raise kind(text).naming(getattr(error, "ranks", ())) from error
         self._after_connect()
+        if membership.watch is not None:
+            # A backend that connects later still reads this store.
+            membership.watch.complete()
 
     @abstractmethod
     def _connect(self) -> Any:
@@ -329,21 +340,49 @@ class TorchBackend(Backend):
         """See `Backend.failure`."""
         return self._failures.known(ranks, f"{description} {self._location()}")
 
+    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """See `Backend.departure`."""
+        return self._failures.departures.known(ranks, f"{description} {self._location()}")
+
+    @property
+    def broken(self) -> BaseException | None:
+        """See `Backend.broken`. Known once a call has failed because of another rank."""
+        return self._failures.met
+
+    def explain_leave(self, reason: str) -> None:
+        """See `Backend.explain_leave`."""
+        self._failures.departures.explain(f"destroyed the group. It left after: {reason}")
+
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`. The process may live on for longer than the others look for its end."""
         if self._backend is not None:
-            self._failures.publish("its program ended without destroying the group")
+            self._publish_failure("its program ended without destroying the group")
+
+    def _publish_failure(self, reason: str) -> None:
+        """Publish why this rank ends the group: as the group's failure if it is the first, and as this rank's leave."""
+        self._failures.publish(reason)
+        self._failures.departures.explain(f"failed: {reason}")
 
     def close(self) -> None:
-        """See `Backend.close`. The backend's threads end now, not at a garbage collection."""
+        """See `Backend.close`. The backend's threads end now, not at a garbage collection.
+
+        The others learn first who leaves: they ask when their connections end.
+        """
         if self._backend is not None:
+            self._failures.departures.publish()
             self._backend.shutdown()
         self._backend = None
 
-    def abort(self, reason: str) -> None:
-        """See `Backend.abort`. The reason is published first: the others ask for it when their connections end."""
+    def end_calls(self, reason: str) -> None:
+        """See `Backend.end_calls`."""
         if self._backend is not None:
-            self._failures.publish(reason)
+            self._failures.publish(reason, continues=True)
+            self._backend.abort()
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`. The reason is published first, as in `close`; this rank has not left before that."""
+        if self._backend is not None:
+            self._publish_failure(reason)
             self._backend.abort()
 
 

@@ -29,6 +29,7 @@ from torchdist_ref.backends.torch_native.stores import AddressStore
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.liveness import process_identity
+from torchdist_ref.stores import PrefixStore, Store
 
 Tensors = Sequence[Tensor]
 
@@ -103,12 +104,19 @@ class Gloo(TorchBackend):
             processes = [process_identity(), *(each.decode() for each in connected)]
             store.set("all connected", json.dumps(processes))
             # Read, not only waited for: anybody who reaches the store can set a key, but not seal its value.
-            store.wait_get([f"gone on/{r}" for r in others], timeout)
+            self._watching_absent(others).wait_get([f"gone on/{r}" for r in others], timeout)
         else:
             (known,) = store.wait_get(["all connected"], timeout, {f"connected/{m.rank}": process_identity()})
             processes = json.loads(known)
             store.set(f"gone on/{m.rank}", b"")
         self._failures.watch({r: processes[r] for r in others})
+
+    def _watching_absent(self, others: Sequence[int]) -> Store:
+        """Return the group's store, whose waits the end of a rank that has gone on does not end."""
+        store, watch = self._membership.store, self._membership.watch
+        if watch is None or not isinstance(store, PrefixStore):
+            return store
+        return watch.over(store, lambda: [r for r in others if not store.check([f"gone on/{r}"])])
 
     def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
         if isinstance(call, Send) and call.dst == self._membership.rank:

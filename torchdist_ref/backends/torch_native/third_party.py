@@ -73,6 +73,10 @@ class ThirdParty(TorchBackend):
         self._ignoring_failure(super().close)
         self._backend = None
 
+    def end_calls(self, reason: str) -> None:
+        """See `Backend.end_calls`."""
+        self._ignoring_failure(lambda: super(ThirdParty, self).end_calls(reason))
+
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
         self._ignoring_failure(lambda: super(ThirdParty, self).abort(reason))
