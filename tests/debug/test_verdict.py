@@ -391,7 +391,7 @@ def test_the_verdict_on_a_wrong_type_says_which_type() -> None:
     frames = (("step", "/home/me/train.py", 4),)
     found = find_verdict(Dumps({0: RankDump(0, "rank0", (), error=error, error_frames=frames)}))
     assert found.sentence == (
-        "Rank 0 raised ArgumentTypeError: all_reduce: Invalid function argument: expected parameter `tensor` of type "
+        "Rank 0 raised ArgumentTypeError: all_reduce: Invalid function argument. Expected parameter `tensor` of type "
         "torch.Tensor but got <class 'list'> instead at train.py:4 in step."
     )
 

@@ -274,8 +274,7 @@ def _failed_because_of_another(dump: RankDump) -> bool:
 def _short(text: str, most: int = 300) -> str:
     """Return the first sentence of an error, with the lines that continue it."""
     # Of torch's two sentences on a wrong type, only the second one says what is wrong.
-    text = re.sub(r"\n +", " ", text).replace("Invalid function argument. E", "Invalid function argument: e")
-    line = re.split(r"\n|\. (?=[A-Z])", text)[0].rstrip(".")
+    line = " ".join(re.split(r"\n(?! )|(?<!function argument)\. (?=[A-Z])", text)[0].split()).rstrip(".")
     return line if len(line) <= most else f"{line[:most]}…"
 
 
