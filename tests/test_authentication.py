@@ -25,7 +25,8 @@ from torchdist_ref import authentication
 from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyAgreement, KeyServer, authenticate, receive_key
 from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError
-from torchdist_ref.liveness import MemberFailures, process_identity
+from torchdist_ref.liveness import process_identity
+from torchdist_ref.member_failures import MemberFailures
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated, message_code
@@ -558,7 +559,7 @@ def test_gloos_rank_0_believes_no_other_program_that_a_rank_needs_the_store_no_m
     sealed.set("connected/1", process_identity())
     whole.set("sealed/gone on/1", "forged")
     rank_0: Any = SimpleNamespace(
-        _membership=SimpleNamespace(store=sealed, rank=0, size=2, timeout=5.0),
+        _membership=SimpleNamespace(store=sealed, rank=0, size=2, timeout=5.0, watch=None),
         _failures=MemberFailures(sealed, 0, [0, 1]),
     )
     with pytest.raises(AuthenticationError, match="'gone on/1' was not written by a member of this job"):

@@ -13,8 +13,6 @@ import pytest
 from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
 from torchdist_ref.groups.meeting import Meeting
 from torchdist_ref.liveness import (
-    Departures,
-    MemberFailures,
     MemberWatch,
     PeerProcesses,
     Presence,
@@ -22,7 +20,6 @@ from torchdist_ref.liveness import (
     read_failure,
 )
 from torchdist_ref.stores import HashStore, PrefixStore
-from torchdist_ref.stores.sealed import SealedStore
 
 
 class StoreThatLeaves(HashStore):
@@ -113,12 +110,6 @@ def test_an_error_without_a_text_is_published(error: BaseException) -> None:
     assert str(read_failure(store, "new_group", [0, 4])) == f"new_group: rank 4 failed: {message_of(error)}"
 
 
-def test_a_reason_that_is_no_text_can_be_read() -> None:
-    store = PrefixStore("group", HashStore())
-    MemberFailures(store, 1, [0, 4]).publish("no \udce9.pt")
-    assert r"rank 4 failed: no \x" in str(MemberFailures(store, 0, [0, 4]).find("barrier"))
-
-
 class Entered:
     """Lock that records how many processes are watched when it is acquired."""
 
@@ -137,102 +128,6 @@ def test_processes_are_not_released_while_another_thread_polls_them() -> None:
     processes._polling = lock = Entered(processes)  # type: ignore[assignment]
     processes.close()
     assert lock.watched == [2]
-
-
-def test_a_member_that_has_done_its_part_may_fail() -> None:
-    store = PrefixStore("group", HashStore())
-    MemberFailures(store, 1, [0, 4, 6]).publish("its program ended")
-    failures = MemberFailures(store, 0, [0, 4, 6])
-    assert failures.known([2], "all_reduce") is None
-    found = failures.known([1, 2], "all_reduce")
-    assert str(found) == "all_reduce: rank 4 failed: its program ended" and found is not None and found.ranks == (4,)
-
-
-def departures(store: PrefixStore, count: int = 4) -> list[Departures]:
-    return [Departures(store, rank, [0, 4, 6, 7][:count]) for rank in range(count)]
-
-
-def test_ranks_that_leave_one_after_the_other_are_known() -> None:
-    observer, *others = departures(PrefixStore("group", HashStore()))
-    assert observer.known([1, 2, 3], "barrier") is None
-    for left, rank in enumerate((3, 1, 2), 1):
-        others[rank - 1].publish()
-        found = observer.known([1, 2, 3], "barrier")
-        assert found is not None and len(found.ranks) == left and [0, 4, 6, 7][rank] in found.ranks
-    assert str(found) == "barrier: ranks 1 (global 4), 2 (global 6), 3 (global 7) destroyed the group"
-    assert observer.known([0], "barrier") is None
-
-
-def test_a_rank_that_left_with_a_reason_is_named_before_those_without() -> None:
-    observer, first, second, third = departures(PrefixStore("group", HashStore()))
-    second.explain("failed: no \udce9.pt")
-    second.explain("destroyed the group. It left after: something else")
-    for each in (first, second, third):
-        each.publish()
-    found = observer.known([1, 2, 3], "barrier")
-    assert found is not None and found.ranks == (6,)
-    assert str(found) == r"barrier: rank 2 (global 6) failed: no \udce9.pt"
-
-
-def test_a_leave_that_no_member_wrote_ends_no_wait() -> None:
-    whole = HashStore()
-    store = PrefixStore("group", SealedStore(whole, bytes(range(32))))
-    for key in ("left/1", "last that left"):
-        whole.set(f"sealed/group/{key}", "1")
-    assert departures(store)[0].known([1], "barrier") is None
-
-
-class Gone(HashStore):
-    """Store whose server ends after one request."""
-
-    requests = 0
-
-    def compare_set(self, *arguments: Any) -> bytes:
-        self.requests += 1
-        if self.requests > 3:
-            raise DistNetworkError("the server is gone")
-        return super().compare_set(*arguments)
-
-
-def test_a_rank_that_left_before_the_store_ended_is_not_blamed_for_that() -> None:
-    """Another rank served the store: the wait that fails finds that one."""
-    observer, other = departures(PrefixStore("group", Gone()), 2)
-    other.publish()
-    assert observer.known([1], "new_group") is not None
-    assert observer.known([1], "new_group") is None
-
-
-def test_a_rank_that_left_before_its_process_ended_has_not_died() -> None:
-    store = PrefixStore("group", HashStore())
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    failures = MemberFailures(store, 0, [0, 4])
-    failures.watch({1: f"{host_identity()}|{child}:0"})
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    MemberFailures(store, 1, [0, 4]).departures.publish()
-    for found in (failures.known([1], "barrier"), failures.find("barrier")):
-        assert str(found) == "barrier: rank 1 (global 4) destroyed the group"
-    assert store.get_if_present("failure in the group") is None
-    os.waitpid(child, 0)
-
-
-def test_a_failure_counts_before_a_leave() -> None:
-    store = PrefixStore("group", HashStore())
-    members = [MemberFailures(store, rank, [0, 4, 6]) for rank in range(3)]
-    members[1].departures.publish()
-    assert "rank 1 (global 4) destroyed the group" in str(members[0].find("barrier"))
-    members[2].publish("no data")
-    assert str(members[0].find("barrier")) == "barrier: rank 6 failed: no data"
-    assert str(members[0].met) == "barrier: rank 1 (global 4) destroyed the group"
-
-
-def test_a_rank_that_ends_its_calls_to_continue_fails_no_meeting() -> None:
-    store = PrefixStore("group", HashStore())
-    MemberFailures(store, 1, [0, 4]).publish("shrink_group", continues=True)
-    other = MemberFailures(store, 0, [0, 4])
-    assert other.known([1], "shrink_group") is None
-    assert str(other.find("all_reduce")) == "all_reduce: rank 4 failed: it continues in another group: shrink_group"
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])

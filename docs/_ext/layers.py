@@ -48,7 +48,16 @@ class Part:
 API = (*CORE, "torch_private", "groups")
 ALL = "everything"
 
-BELOW_BACKENDS = (*CORE, "torch_private", "stores", "authentication", "liveness", "rendezvous", "transports")
+BELOW_BACKENDS = (
+    *CORE,
+    "torch_private",
+    "stores",
+    "authentication",
+    "liveness",
+    "member_failures",
+    "rendezvous",
+    "transports",
+)
 SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions", "backends.unusable")
 
 PARTS = (
@@ -71,6 +80,7 @@ PARTS = (
     Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
     Part("plain_data", "1 infrastructure"),
     Part("liveness", "1 infrastructure", (*CORE, "stores"), torch=LATE),
+    Part("member_failures", "1 infrastructure", (*CORE, "stores", "liveness"), torch=LATE),
     Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
     Part("backends.base", "2 backends", (*CORE, "torch_private", "stores", "liveness")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),

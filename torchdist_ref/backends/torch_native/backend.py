@@ -47,7 +47,7 @@ from torchdist_ref.errors import (
     RankStalledError,
     UnsupportedError,
 )
-from torchdist_ref.liveness import MemberFailures
+from torchdist_ref.member_failures import MemberFailures
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.work import Work
 

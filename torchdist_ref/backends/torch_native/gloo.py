@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 from torch.nn.functional import pad
 
-from torchdist_ref.backends.base import flat_operands, refuse_unsupported
+from torchdist_ref.backends.base import Membership, flat_operands, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
 from torchdist_ref.backends.torch_native.stores import AddressStore
@@ -104,19 +104,12 @@ class Gloo(TorchBackend):
             processes = [process_identity(), *(each.decode() for each in connected)]
             store.set("all connected", json.dumps(processes))
             # Read, not only waited for: anybody who reaches the store can set a key, but not seal its value.
-            self._watching_absent(others).wait_get([f"gone on/{r}" for r in others], timeout)
+            _watching_absent(m, others).wait_get([f"gone on/{r}" for r in others], timeout)
         else:
             (known,) = store.wait_get(["all connected"], timeout, {f"connected/{m.rank}": process_identity()})
             processes = json.loads(known)
             store.set(f"gone on/{m.rank}", b"")
         self._failures.watch({r: processes[r] for r in others})
-
-    def _watching_absent(self, others: Sequence[int]) -> Store:
-        """Return the group's store, whose waits the end of a rank that has gone on does not end."""
-        store, watch = self._membership.store, self._membership.watch
-        if watch is None or not isinstance(store, PrefixStore):
-            return store
-        return watch.over(store, lambda: [r for r in others if not store.check([f"gone on/{r}"])])
 
     def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
         if isinstance(call, Send) and call.dst == self._membership.rank:
@@ -141,6 +134,14 @@ class Gloo(TorchBackend):
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors, with one byte for an empty message, which Gloo refuses."""
         return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device="cpu") for tensor in tensors]
+
+
+def _watching_absent(membership: Membership, others: Sequence[int]) -> Store:
+    """Return the group's store, whose waits the end of a rank that has gone on does not end."""
+    store, watch = membership.store, membership.watch
+    if watch is None or not isinstance(store, PrefixStore):
+        return store
+    return watch.over(store, lambda: [r for r in others if not store.check([f"gone on/{r}"])])
 
 
 def gloo_call(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> TorchCall:
