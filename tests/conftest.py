@@ -6,7 +6,6 @@ import ctypes
 import gc
 import importlib
 import os
-import resource
 import signal
 import threading
 import time
@@ -32,6 +31,8 @@ TIMEOUT_SECONDS = 3.0
 KEPT = ("resource_tracker", "forkserver")
 # So many tests fork so often that it pays to copy the memory of this process, 0.3 s, into huge pages.
 MANY_TESTS = 200
+# After so many forks it pays to copy it once more.
+MANY_FORKS = 40
 # The C library's function that returns free memory to the system; other libraries have none.
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
@@ -96,24 +97,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the tests have loaded out of garbage collections, which take half a second with it."""
     gc.collect()
     gc.freeze()
-    if session.testscollected >= MANY_TESTS:
+    # Not `session.testscollected`, which is 0 until this returns.
+    if len(session.items) >= MANY_TESTS:
         huge_pages.collapse()
+
+
+@pytest.fixture(scope="session")
+def forks() -> list[None]:
+    """Return a list that each fork of this process extends; the start of a program is no fork."""
+    found: list[None] = []
+    os.register_at_fork(after_in_parent=lambda: found.append(None))
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forks_stay_cheap(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Return what the tests of a module have freed, and map the rest by huge pages: each fork copies the page table."""
-    before = faults_of_children()
+def forks_stay_cheap(request: pytest.FixtureRequest, forks: list[None]) -> Iterator[None]:
+    """Return what tests have freed, and map the rest by huge pages: each fork copies the page table."""
     yield
-    if TRIM is not None:
-        TRIM(0)
-    if request.session.testscollected >= MANY_TESTS and faults_of_children() > before:
+    if request.session.testscollected >= MANY_TESTS and len(forks) >= MANY_FORKS:
+        forks.clear()
+        if TRIM is not None:
+            TRIM(0)
         huge_pages.collapse()
-
-
-def faults_of_children() -> int:
-    """Return the page faults of the child processes that have ended; the number grows with each."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 @pytest.fixture(autouse=True)
