@@ -279,6 +279,7 @@ class Work:
         return True
 
     def _await(self, seconds: float | None) -> bool:
+        """Wait until the call is over, or for so many seconds; return whether it is over."""
         try:
             return self._await_until(None if seconds is None else monotonic() + seconds)
         except KeyboardInterrupt:
@@ -287,6 +288,7 @@ class Work:
             raise
 
     def _await_until(self, end: float | None) -> bool:
+        """Wait until the call is over, or until a time; look from time to time, so that Ctrl-C is heard."""
         while not self._over:
             if self._running.acquire(
                 timeout=CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))

@@ -11,7 +11,9 @@ the number of files that a call may touch. The source pages that the links lead 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -20,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -190,14 +193,26 @@ def traced() -> dict[str, list[Hop]]:
 
 
 def summary(hop: Hop) -> str:
-    """Return the first line of the docstring of a hop's function, or of the function around it; else nothing."""
+    """Return the first line of the docstring of a hop's function, or of the function around it; else nothing.
+
+    A constructor is documented by its class, other methods are not.
+    """
     lines = documented(hop.file)
-    parts = hop.function.replace(".<locals>", "").split(".")
-    for end in range(len(parts), 0, -1):
-        text = lines.get(".".join(parts[:end]))
-        if text:
-            return text
-    return ""
+    around = hop.function.split(".<locals>.")
+    names = [".".join(around[:end]) for end in range(len(around), 0, -1)]
+    if around[-1].endswith(("__init__", "__post_init__", "__new__")):
+        names.append(around[-1].rpartition(".")[0])
+    return next((lines[name] for name in names if lines.get(name)), "") or inherited(hop)
+
+
+def inherited(hop: Hop) -> str:
+    """Return the first line of the docstring that a method has from a base class; else nothing."""
+    module = importlib.import_module(f"{PACKAGE}.{hop.file.removesuffix('.py').replace('/', '.')}")
+    try:
+        found = attrgetter(hop.function)(module)
+    except AttributeError:
+        return ""
+    return (inspect.getdoc(found) or "").partition("\n")[0] if inspect.isfunction(found) else ""
 
 
 @cache

@@ -7,7 +7,8 @@ bfloat16 and float8 (`WIDENED`) in float32: `ref.steps.widened` and `ref.execute
 Dtypes that torch stores but does not calculate with are reduced in a wider dtype here. The sum of sparse tensors
 gathers the entries of all ranks, since ranks have entries at different indices.
 
-Do not add averages here: an average is a sum that the caller divides once.
+The caller decides when a sum is divided for an average; `divide` does it.
+Do not add that decision here.
 """
 
 from __future__ import annotations

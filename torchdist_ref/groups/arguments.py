@@ -1,8 +1,8 @@
 """Argument rules that public functions share: groups, tensors, lists of tensors, reductions.
 
 Every call pays for these checks, so each one tests values at hand and formats text only on failure. The table of
-reductions and dtypes is in `backends.reductions`, since torch calls backends without passing here. Do not add checks
-that need another rank: backends compare the ranks' calls.
+reductions and dtypes is in `backends.reductions`, since torch calls backends without passing here; `ref` also averages
+integers, which Gloo refuses. Do not add checks that need another rank: backends compare the ranks' calls.
 """
 
 from __future__ import annotations

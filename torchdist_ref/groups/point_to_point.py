@@ -240,6 +240,7 @@ def _send_call(
 def _recv_call(
     operation: str, tensor: Tensor, src: int | None, group: ProcessGroup, tag: int, group_src: int | None
 ) -> Recv:
+    """Check the arguments of a receive, and return it as a value."""
     check_tensor(operation, "tensor", tensor)
     if not tensor.is_contiguous():
         check_writable(operation, "tensor", tensor)

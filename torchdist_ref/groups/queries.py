@@ -1,8 +1,9 @@
 """Queries that need no communication: ranks, group sizes, backend names, available backends, reduction properties.
 
-`world.ProcessGroup` translates between global ranks and group ranks. `Backend` spells backend names and registers
-third-party backends; the table of backends is `backends.registry`. A backend is available if this library has it and
-the software that it drives is installed. A backend that needs further software gets a check here.
+Calls translate global ranks to group ranks by `world.ProcessGroup.group_rank`; the public queries are here. `Backend`
+spells backend names and registers third-party backends; the table of backends is `backends.registry`. A backend is
+available if this library has it and the software that it drives is installed. A backend that needs further software
+gets a check here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Supervisor of workers: forwards their output until the last one ends, and stops the others when one fails.
 
+It never restarts any: `api` does, and `elastic.roster` for several hosts.
+
 One thread, one loop, six kinds of events: output, end of a pipe, end of a worker, a signal to the launcher, a request
 to stop, a deadline. However the loop ends, no worker and no process of a worker's process group is left alive. Do not
-add the choice of commands here (`local_workers`), or restarts (`api`; of several hosts, `elastic.roster`).
+add the choice of commands here (`local_workers`).
 """
 
 from __future__ import annotations

@@ -218,6 +218,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @_untraced
     def _before_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare the reducer, the buffers and the inputs before the forward pass of the module."""
         if self._before_first_forward:
             self._before_first_forward = False
             if take_over_optimizers(entry.parameter for entry in self._entries):
@@ -247,6 +248,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @_untraced
     def _after_module(self, output: Any) -> None:
+        """Prepare the reducer for the backward pass of this output."""
         if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
@@ -441,10 +443,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.at_the_end = self._buffer_hook.wait
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Return whether buffers are synchronized before the forward pass."""
         hook = self._buffer_hook
         return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
 
     def _check_sync_bufs_post_fwd(self) -> bool:
+        """Return whether a hook synchronizes buffers after the forward pass."""
         hook = self._buffer_hook
         return self.will_sync_module_buffers() and hook is not None and hook.after_forward
 

@@ -1,6 +1,7 @@
-"""Division by the number of ranks: the one place that makes an average of a sum of gradients.
+"""Division by the number of ranks: the one place that says by what a sum of gradients is divided.
 
-The reducer, the packer and the hooks share one `Divisor` and call `average`. Do not divide by a world size elsewhere.
+All share one `Divisor`. The reducer and the hooks call `average`; `storage.DenseBucket` multiplies by its `factor`
+while it packs. Do not divide by a world size elsewhere.
 """
 
 from __future__ import annotations

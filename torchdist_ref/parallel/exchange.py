@@ -32,6 +32,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.parallel.bucket import GradBucket, LaunchedBucket
 from torchdist_ref.parallel.division import Divisor
+from torchdist_ref.timeouts import GROUP_TIMEOUT
 
 # Class of the futures of torch's own backends: torch.futures.Future is a subclass of it.
 AnyFuture = torch_private.FUTURE.get()
@@ -174,8 +175,8 @@ def completed_within(future: Future[Any], seconds: float) -> bool:
 
 def timeout_seconds(group: Any) -> float:
     """Return the time-out of a group in seconds."""
-    timeout = getattr(group, "timeout", None)
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 1800.0)
+    timeout = getattr(group, "timeout", None) or GROUP_TIMEOUT
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
 
 def _group_of(state: Any) -> groups.ProcessGroup | None:

@@ -274,6 +274,7 @@ class Reducer:
                 tensor.register_hook(_weak_hook(self, lambda reducer, _: reducer.on_output_gradient()))
 
     def _check_finished(self) -> None:
+        """Raise if the last backward pass has left gradients without their all_reduce."""
         if not (self._armed and self._begun) or self._failed:
             return
         missing = [repr(entry.name) for entry, left in zip(self.entries, self._hooks_left, strict=True) if left > 0]
@@ -433,6 +434,7 @@ class Reducer:
         self._reset()
 
     def _end_times(self, times: dict[str, Any]) -> None:
+        """Complete the times of an iteration, and report them."""
         times["backward_comm_time_end"] = time_ns()
         # Others are averaged in place.
         times["num_buckets_reduced"] += len(self.assignment) - len(self.buckets)
@@ -442,6 +444,7 @@ class Reducer:
         self.on_times(times)
 
     def _finalize_buckets(self) -> None:
+        """Wait for the buckets in their order, and copy each one out."""
         # While one bucket is copied out, the next is still being communicated.
         values: Iterable[torch.Tensor | None] = map(self._wait, self.buckets)
         if self._usage_is_open:
@@ -453,6 +456,7 @@ class Reducer:
                 bucket.copy_out(value, self._unused_everywhere, self.exchange.keeps_buffer)
 
     def _wait(self, bucket: storage.ReducerBucket) -> torch.Tensor | None:
+        """Return the result of a bucket when its exchange is over; None if it was not launched."""
         return None if bucket.launched is None else self.exchange.wait(bucket, bucket.launched)
 
     def _all_reduce_local_usage(self) -> None:
@@ -463,6 +467,7 @@ class Reducer:
             self._unused_everywhere = {index for index, count in enumerate(used.tolist()) if not count}
 
     def _reset(self) -> None:
+        """Be ready for the next iteration."""
         if self.at_the_end is not None:
             self.at_the_end()
         if self._static_graph_first_iteration:

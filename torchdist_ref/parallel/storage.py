@@ -166,6 +166,7 @@ class DenseBucket:
             view.mul_(self._factor)
 
     def _pack_postponed(self) -> None:
+        """Copy the gradients that were postponed, all at once."""
         if not self._postponed:
             return
         views = [self._targets[slot] for slot, _ in self._postponed]
@@ -235,6 +236,7 @@ class DenseBucket:
         return split(value.detach().contiguous().view(-1), self.parameters)
 
     def _copy_to_gradients(self, slots: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        """Copy results to the gradients of parameters, which may have none yet."""
         targets = []
         for slot in slots:
             parameter = self.parameters[slot]
@@ -266,7 +268,7 @@ def _allocate(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -
 class SparseBucket:
     """One parameter's sparse gradient, as embeddings with ``sparse=True`` have it; used like a `DenseBucket`.
 
-    Ranks touch different rows, so sparse gradients fit no flat buffer. `backends.sparse` sums them.
+    Ranks touch different rows, so sparse gradients fit no flat buffer. `backends.reductions.start_sum` sums them.
 
     Args:
         index: Position in the order of communication.
@@ -379,11 +381,13 @@ class InPlaceGradients:
             self._sum(packed.flat.zero_(), Divisor(1))
 
     def _sum_packed(self, packed: _PackedGradients, divisor: Divisor) -> None:
+        """Average packed gradients, and copy them back."""
         packed.load()
         self._sum(packed.flat, divisor)
         packed.store()
 
     def _sum(self, flat: torch.Tensor, divisor: Divisor) -> None:
+        """Average a flat tensor over the group, piece by piece."""
         for piece in flat.split(self._piece):
             operand = piece
             if self._rounded is not None and piece.dtype is not self._dtype:
@@ -412,6 +416,7 @@ class _PackedGradients:
         copy_many(self._gradients(), self._views)
 
     def _gradients(self) -> list[torch.Tensor]:
+        """Return the gradients themselves."""
         return [parameter.grad.detach() for parameter in self.parameters if parameter.grad is not None]
 
 

@@ -116,6 +116,7 @@ def _verified(row: Entry) -> Callable[[int, int, tuple[int, ...]], Schedule]:
 
 
 def _entries() -> tuple[Entry, ...]:
+    """Return the algorithms of this library and those that users registered."""
     return (*ENTRIES, *_registered.values())
 
 
@@ -260,6 +261,7 @@ def _between_hosts(op: str, world: int, nbytes: int) -> str:
 
 
 def _first(table: SizeTable, nbytes: int) -> str:
+    """Return the name in the first row of a table whose limit the size does not exceed."""
     return next(name for limit, name in table if nbytes <= limit)
 
 

@@ -145,7 +145,9 @@ def messages_of_all_sizes_are_delivered(link: Link) -> None:
             assert mailbox.text() == f"message of {count}", mailbox.text()
             tensor = torch.zeros(count)
             mailbox.receive(tensor, "receive")
-            assert torch.equal(tensor, fill(count, (count,))), f"message of {count}"
+            assert torch.equal(tensor, fill(count, (count,))), (
+                f"message of {count}: a transport without common memory needs a `direct_path`"
+            )
 
 
 def rejected_messages_raise_on_the_sender(link: Link) -> None:

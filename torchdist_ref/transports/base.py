@@ -60,4 +60,7 @@ class Segment(Protocol):
         """Return a function that makes ranges of the parts of `owner` visible to `target` and posts the semaphore."""
 
     def direct_path(self, peer: int) -> DirectPath | None:
-        """Return the zero-copy path to and from `peer`; None where both access the same segment."""
+        """Return the zero-copy path to and from `peer`; None where both access the same segment.
+
+        A segment of copies must have one: a signal carries only the first chunk of a message.
+        """

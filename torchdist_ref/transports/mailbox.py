@@ -229,9 +229,11 @@ class Mailbox:
         self.link.acquire(semaphore, self.peer, description, timeout, only_peer=True)
 
     def _make_signal(self, kind: str, ranges: list[Range] | None = None) -> Callable[[], Any]:
+        """Return the function that signals the peer that ranges of this mailbox are written."""
         return self.link.make_signal(kind, self.peer, ranges or [], owner=self.source)
 
     def _new_transfer(self, nbytes: int) -> MessageTransfer:
+        """Return how a message of this size is cut into chunks, and keep it for the next one."""
         if len(self._transfers) >= _MAX_TRANSFERS:
             self._transfers.clear()
         wanted = _MAX_CHUNK_BYTES if self._direct else max(nbytes // _CHUNKS, _MIN_CHUNK_BYTES)
@@ -247,6 +249,7 @@ class Mailbox:
         return transfer
 
     def _new_chunk(self, tensor_offset: int, nbytes: int, ring_offset: int) -> MessageChunk:
+        """Return one chunk of a message, with the signal that announces it; the first also announces the message."""
         data = (self._ring_offset + ring_offset, nbytes)
         if tensor_offset:
             signal = self._make_signal("chunk", [data])

@@ -154,6 +154,7 @@ class SegmentLayout:
 
     @property
     def _mailboxes(self) -> int:
+        """Offset of the mailboxes."""
         return self._staging + self.size * self.staging_bytes
 
     @property

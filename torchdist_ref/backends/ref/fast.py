@@ -119,6 +119,7 @@ class FastExecutor:
         return Program(plan, staged if path is None else self._direct(plan, path, staged), staged)
 
     def _direct_path(self, plan: Plan) -> ZeroCopyPath | None:
+        """Return the path by which peers read the tensors themselves, or None if the call is staged."""
         if plan.uneven or plan.forced or self._link.hosts is not None or self._link.size == 1:
             return None
         if plan.on_host:

@@ -184,6 +184,7 @@ class Plan:
         return self.schedule.chunks > 0
 
     def _carries(self, move: Move) -> bool:
+        """Return whether a move carries any bytes: a block of an uneven call may be empty."""
         return not self.carries_data or self.sizes.of(move.src, move.read) > 0
 
     @cached_property
@@ -265,6 +266,7 @@ class Plan:
 
     @staticmethod
     def _unique(items: Iterable[Any]) -> tuple[Any, ...]:
+        """Return each item once, in the order in which it came first."""
         return tuple(dict.fromkeys(items))
 
 

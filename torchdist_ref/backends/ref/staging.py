@@ -65,6 +65,7 @@ def receive_buffer(tensor: Tensor, call: Call) -> Tensor:
 
 
 def _is_flat_on_host(tensor: Tensor) -> bool:
+    """Return whether the bytes of a tensor are in host memory in order, so that they are copied as they are."""
     # Each question costs a hundredth of a small message. Of real numbers none is conjugated.
     differs = tensor.requires_grad or tensor.is_neg() or (tensor.dtype in _COMPLEX and tensor.is_conj())
     return tensor.is_cpu and tensor.is_contiguous() and not differs

@@ -58,6 +58,7 @@ class MessageKind(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _kind_of(dtype: torch.dtype, shape: torch.Size) -> MessageKind:
+    """Return what the messages of a dtype and shape have in common: announcement, operands and size."""
     text = f"a message of {shape.numel()} x {str(dtype).removeprefix('torch.')}"
     return MessageKind(
         Announcement(fingerprint(text), text.encode()), (((dtype, shape),), ()), shape.numel() * dtype.itemsize
@@ -514,6 +515,7 @@ class Messages:
                 receive.end(-1, error)
 
     def _receive_now(self, record: Announcement, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
+        """Receive on this thread, and return the completed `Work`."""
         if buffer is tensor and self._receiver.take_at_once(record, call, tensor):
             return self._received[call.src]
         receive = PostedReceive(call, buffer, monotonic() + self._timeout)
@@ -529,11 +531,13 @@ class Messages:
         return receive.source
 
     def _record(self, kind: MessageKind, call: Call) -> Entry:
+        """Begin an entry of the flight recorder."""
         entry: Entry = [POINT_TO_POINT, call, kind.operands, perf_counter(), 0.0, ""]
         self._recorder.record(entry)
         return entry
 
     def _timed(self, entry: Entry, call: Call, act: Callable[..., T], *arguments: Any) -> T:
+        """Call a function, and end its entry in the flight recorder by its result or its error."""
         try:
             result = act(*arguments)
         except BaseException as failure:

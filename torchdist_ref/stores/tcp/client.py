@@ -366,6 +366,7 @@ class ClientConnection:
         return sock.take_rest()
 
     def _send(self, sock: DeadlineSocket, requests: bytes, deadline: Deadline) -> None:
+        """Send requests, the first ones of a connection behind its greeting."""
         sock.send(self._hello + requests if self._hello else requests, deadline)
         self._hello = b""
 

@@ -115,6 +115,8 @@ def _integer(kind: str) -> FieldCodec:
 
 
 def _blob(limit: int) -> FieldCodec:
+    """Return the codec of bytes with their length in front."""
+
     def read(data: bytes, at: int) -> tuple[bytes, int]:
         size = _unpack_u64(data, at)[0]
         if size > limit:

@@ -272,6 +272,7 @@ class TCPStore(Store):
         timeout: timedelta | None = None,
         ahead: Sequence[Ahead] = (),
     ) -> tuple[Any, ...]:
+        """Send a request, and return the fields of the reply or raise an error that names the operation and its keys."""
         seconds = self._timeout.total_seconds() if timeout is None else timeout_seconds(operation, timeout)
         limit = request_limit()
         if limit is not None:
@@ -435,6 +436,7 @@ def _checked_port(port: int) -> int:
 
 
 def _key(operation: str, key: Text) -> bytes:
+    """Return a key as it is on the wire, or raise if it is too long."""
     # On the wire, keys of users have a slash in front; the store's own keys have none.
     name = b"/" + key_bytes(operation, key)
     if len(name) > MAX_KEY_BYTES:
