@@ -272,7 +272,7 @@ class TCPStore(Store):
         timeout: timedelta | None = None,
         ahead: Sequence[Ahead] = (),
     ) -> tuple[Any, ...]:
-        """Send a request, and return the fields of the reply or raise an error that names the operation and its keys."""
+        """Send a request; return the fields of the reply, or raise an error that names the operation and its keys."""
         seconds = self._timeout.total_seconds() if timeout is None else timeout_seconds(operation, timeout)
         limit = request_limit()
         if limit is not None:
