@@ -32,7 +32,7 @@ KEPT = ("resource_tracker", "forkserver")
 # So many tests fork so often that it pays to copy the memory of this process, 0.3 s, into huge pages.
 MANY_TESTS = 200
 # After so many forks it pays to copy it once more.
-MANY_FORKS = 40
+MANY_FORKS = 150
 # The C library's function that returns free memory to the system; other libraries have none.
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 

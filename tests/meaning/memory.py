@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -44,7 +45,12 @@ class Placed:
 
 
 def _guarded(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return fill(GUARD, tuple(shape), dtype)
+    return _guard(tuple(shape), dtype).clone()
+
+
+@lru_cache(maxsize=1024)
+def _guard(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return fill(GUARD, shape, dtype)
 
 
 def _contiguous(value: Tensor) -> tuple[Tensor, Tensor]:
