@@ -25,7 +25,7 @@ ENTRIES = (
     ("rank-did-not-arrive", r"^RankStalledError: "),
     ("rank-left", r"^GroupAbortedError: "),
     ("not-of-this-job", r"^AuthenticationError: "),
-    ("object-cannot-be-pickled", r"^PicklingError: "),
+    ("object-cannot-be-pickled", r"^(PicklingError: |RemoteError: the (function returned|result of the rank) )"),
     ("key-did-not-appear", r"^StoreTimeoutError: "),
     ("queue-is-empty", r"^QueueEmptyError: "),
     ("rank-is-no-integer", r"^RankTypeError: "),
@@ -127,12 +127,16 @@ ENTRIES = (
     ("store-argument-type", rf"^ArgumentTypeError: {_STORE}: "),
     ("store-file", r"^\w*(OS|Store)Error: FileStore: "),
     ("store-argument", rf": ({_STORE}|barrier): argument "),
-    ("function-raised", r"^RankError: "),
+    ("function-raised", r"^(RankError|RemoteError): "),
 )
 """Entries, and expressions that ``CLASS: MESSAGE`` of their errors match; the first one counts."""
 
-# An error of `testing.run` has the entry of the error that the rank's function raised. Other ranks follow, indented.
-_OF_A_RANK = re.compile(r"^RankError: rank \d+ of \d+ failed with (\w+: .*?)(?=\n  rank |\Z)", re.DOTALL)
+# An error of `testing.run` has the entry of the error that the rank's function raised, which may have been replaced by
+# its text. Other ranks follow, indented.
+_OF_A_RANK = re.compile(
+    r"^(?:RemoteError: |RankError: rank \d+ of \d+ failed with (?:RemoteError: (?!the ))?)(\w+: .*?)(?=\n  rank |\Z)",
+    re.DOTALL,
+)
 
 
 @cache

@@ -535,8 +535,18 @@ def size_mismatch(sizes: Mapping[int, int]) -> MismatchError:
 
 def backend_mismatch(operation: str, one: tuple[int, str], other: tuple[int, str]) -> MismatchError:
     """Return the error for two ranks whose backends differ; a backend without a name is the default."""
-    named = [f"rank {rank} uses {kind}{name!r}" for (rank, name), kind in ((one, "backend "), (other, ""))]
-    return MismatchError(f"{operation}: {', '.join(named)}. All ranks must use the same backend.")
+    (rank, name), (second, its_name) = sorted((one, other))
+    sides = f"rank {rank} uses backend {name!r}, rank {second} uses {its_name!r}"
+    return MismatchError(f"{operation}: {sides}. All ranks must use the same backend.")
+
+
+def both_sides(one: tuple[int, str], other: tuple[int, str]) -> str:
+    """Return what two ranks pass to an operation, as a text that does not depend on which of them came first.
+
+    >>> both_sides((1, "members [0,1]"), (0, "members [1,0]"))
+    'rank 0 passes members [1,0], rank 1 passes members [0,1]'
+    """
+    return ", ".join(f"rank {rank} passes {what}" for rank, what in sorted((one, other)))
 
 
 def host_identity() -> str:

@@ -21,6 +21,7 @@ from tests.descriptors import use_all_descriptors
 from tests.outcomes import failing
 from tests.process_ends import answer_of_child
 from torchdist_ref import authentication, liveness
+from torchdist_ref.groups.world import current
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link
@@ -278,3 +279,42 @@ def test_a_rank_that_dies_while_it_serves_the_session_key_is_named() -> None:
     kind, text, seconds = caught.value.outcomes[1].value
     assert kind == "RankDiedError" and "rank 0" in text and seconds < SOON
     server.close()
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "members": (
+        lambda rank: dist.new_group([[0, 1], [1, 0]][rank], sort_ranks=False),
+        "group/1/members",
+        "rank 0 passes members [0,1], rank 1 passes members [1,0]. All ranks must create the same groups in",
+    ),
+    "backend": (
+        lambda rank: dist.new_group(backend=["ref", "gloo"][rank]),
+        "group/1/members",
+        "rank 0 uses backend 'ref', rank 1 uses 'gloo'. All ranks must use the same backend.",
+    ),
+    "split_ranks": (
+        lambda rank: dist.split_group(split_ranks=[[[0, 1]], [[0, 1], [2]]][rank]),
+        "split_group/group.0/1/lists",
+        "rank 0 passes [[0, 1]], rank 1 passes [[0, 1], [2]]. All ranks must pass the same.",
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_both_sides_of_a_mismatch_are_named_in_either_order_of_arrival(what: str, first: int) -> None:
+    """Once the second one called the first one "another rank", and the order of the sides was that of arrival."""
+    call, key, sides = DIFFERENT[what]
+
+    def program(rank: int) -> str:
+        if rank == 2:
+            return ""
+        if rank != first:
+            # What the first one has published.
+            current().store.wait([key], timedelta(seconds=20))  # type: ignore[union-attr]
+        with pytest.raises(dist.MismatchError) as caught:
+            call(rank)
+        return str(caught.value)
+
+    texts = run(program, 3)
+    assert texts[0] == texts[1] and sides in texts[0], texts

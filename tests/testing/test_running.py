@@ -22,7 +22,7 @@ import torch
 
 import torchdist_ref.groups as dist
 from tests.process_ends import all_ended
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, GroupAbortedError, RankDiedError
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, GroupAbortedError, MismatchError, RankDiedError
 from torchdist_ref.testing import RankError, RankTimeoutError, RemoteError, fill, run
 
 both = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -188,8 +188,18 @@ def test_timeout_aborts_the_group_of_hanging_threads() -> None:
 
 
 def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(RankError, match="rank 0 of 1 failed with RemoteError: the function returned a function that"):
+    with pytest.raises(
+        RankError, match="rank 0 of 1 failed with RemoteError: the function returned a function that"
+    ) as caught:
         run(lambda rank: lambda: rank, 1, ranks="processes", init=False)
+    assert entries(caught.value) == ["object-cannot-be-pickled"] * 2
+
+
+def entries(error: BaseException) -> list[str]:
+    """Return the entries of the error index that an error and its cause lead to."""
+    notes = [getattr(each, "__notes__", [""]) for each in (error, error.__cause__)]
+    assert all(sum(text.startswith("See: ") for text in texts) == 1 for texts in notes), notes
+    return [texts[-1].removeprefix("See: ") for texts in notes]
 
 
 def test_an_exception_that_cannot_be_pickled_becomes_text() -> None:
@@ -202,6 +212,18 @@ def test_an_exception_that_cannot_be_pickled_becomes_text() -> None:
     with pytest.raises(RankError, match="RemoteError: Private: hidden") as caught:
         run(program, 1, ranks="processes", init=False)
     assert isinstance(caught.value.__cause__, RemoteError)
+    assert entries(caught.value) == ["function-raised"] * 2
+
+
+def test_an_error_of_ours_that_cannot_be_pickled_leads_to_its_entry() -> None:
+    def program(rank: int) -> None:
+        error = MismatchError("all_reduce: ranks differ")
+        error.call = lambda: rank  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(RankError, match="RemoteError: MismatchError: all_reduce: ranks differ") as caught:
+        run(program, 1, ranks="processes", init=False)
+    assert entries(caught.value) == ["calls-differ"] * 2
 
 
 def test_output_of_processes_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:

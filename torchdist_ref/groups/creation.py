@@ -51,7 +51,7 @@ from torchdist_ref.groups.world import (
     refuse_made_alone,
     resolve,
 )
-from torchdist_ref.liveness import MemberWatch, backend_mismatch
+from torchdist_ref.liveness import MemberWatch, backend_mismatch, both_sides
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 
@@ -433,17 +433,17 @@ def _agree_on_members(store: PrefixStore, rank: int, members: tuple[int, ...], b
         MismatchError: Another rank passed other members, or another member another backend.
     """
     own = ",".join(map(str, members))
-    facts = f"{own}|{rank}|{backend}" if rank in members else f"{own}||"
+    # The backend of a rank that is no member does not count.
+    named = backend if rank in members else ""
+    facts = f"{own}|{rank}|{named}"
     listed, first, other = store.compare_set("members", "", facts).decode().split("|", 2)
-    if listed == own and (not first or rank not in members or other == backend):
-        return first != ""
+    if listed == own and (not other or rank not in members or other == backend):
+        return other != ""
     if listed == own:
         error = backend_mismatch("new_group", (rank, backend), (int(first), other))
     else:
-        error = MismatchError(
-            f"new_group: rank {rank} passes members [{own}], another rank passed [{listed}]. "
-            f"All ranks must create the same groups in the same order."
-        )
+        sides = both_sides((rank, f"members [{own}]"), (int(first), f"members [{listed}]"))
+        error = MismatchError(f"new_group: {sides}. All ranks must create the same groups in the same order.")
     waiting = [int(member) for member in listed.split(",")]
     if rank in waiting:
         MemberWatch(store, waiting.index(rank), waiting, "new_group").publish(error)

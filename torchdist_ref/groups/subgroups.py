@@ -53,7 +53,7 @@ from torchdist_ref.groups.world import (
     default_group,
     resolve_member,
 )
-from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.liveness import MemberWatch, both_sides
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 
@@ -443,14 +443,13 @@ def _agree_on_parts(operation: str, parent: ProcessGroup, keys: KeyRange, parts:
     Raises:
         MismatchError: They differ. Ranks that wait for this one raise it too.
     """
-    first: Parts = json.loads(keys.store.compare_set(f"{keys.prefix}/lists", "", json.dumps(parts)))
+    rank = parent.rank()
+    own = parent.members[rank], parts
+    first_rank, first = json.loads(keys.store.compare_set(f"{keys.prefix}/lists", "", json.dumps(own)))
     if first == parts:
         return
-    rank = parent.rank()
-    reason = (
-        f"{operation}: rank {parent.members[rank]} passes {parts}, another rank passed {first}. "
-        f"All ranks must pass the same."
-    )
+    sides = both_sides((own[0], f"{parts}"), (first_rank, f"{first}"))
+    reason = f"{operation}: {sides}. All ranks must pass the same."
     for index, ranks in enumerate(first):
         if rank in ranks:
             store = _part_store(keys, index)

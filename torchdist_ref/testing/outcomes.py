@@ -60,6 +60,10 @@ class RankTimeoutError(RankError, TimeoutError):
 class RemoteError(RuntimeError):
     """Replacement of an exception or a result that could not be pickled in a rank's process."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        indexed(self)
+
 
 @dataclass(frozen=True)
 class Outcome:
