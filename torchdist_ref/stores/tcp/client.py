@@ -387,7 +387,12 @@ class ClientConnection:
         # VALIDATE and PING go in one write: torch's server drops a client whose first bytes arrive in two parts.
         nonce = NONCE_MARK | int.from_bytes(os.urandom(2), "little")
         sock.send(write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, nonce), deadline)
-        [echo] = receive(Op.PING.reply, lambda size: sock.take(size, deadline), SMALL_REPLY_BYTES)
+        try:
+            [echo] = receive(Op.PING.reply, lambda size: sock.take(size, deadline), SMALL_REPLY_BYTES)
+        except TimeoutError:
+            raise TimeoutError(
+                "a program accepts connections there, but does not answer: it is stopped, or no store"
+            ) from None
         self._framed = echo == recognized(nonce)
         if not self._framed and echo != nonce:
             raise DistNetworkError(
