@@ -358,7 +358,7 @@ def new_group(
         ``MPI_Comm_create`` in MPI, or ``MPI_Comm_create_group`` with `use_local_synchronization`;
         ``ncclCommSplit`` in NCCL; ``axis_index_groups`` of JAX's collectives.
     """
-    world, default = current(), default_group()
+    world, default = current(), default_group("new_group")
     members = _members(ranks, default, sort_ranks)
     seconds = timeout_of("new_group", timeout, timedelta(seconds=default.timeout)).total_seconds()
     check_description("new_group", group_desc)

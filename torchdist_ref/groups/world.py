@@ -399,8 +399,11 @@ def leave_at_end_of_program() -> None:
     leave_at_end(_of_process)
 
 
-def default_group() -> ProcessGroup:
+def default_group(operation: str = "") -> ProcessGroup:
     """Return the group of all ranks.
+
+    Args:
+        operation: Call that needs it, for the error.
 
     Raises:
         NotInitializedError: There is none.
@@ -409,18 +412,19 @@ def default_group() -> ProcessGroup:
     if group is None:
         raise NotInitializedError(
             "Default process group has not been initialized, please make sure to call init_process_group. "
-            f"({_absence()})"
+            f"({_absence(operation)})"
         )
     return group
 
 
-def _absence() -> str:
-    """Return what this process has instead of a default group of this library."""
+def _absence(operation: str) -> str:
+    """Return which call needs a default group, and what this process has instead of one of this library."""
+    need = f"{operation} needs it. " if operation else ""
     if not torch.distributed.is_initialized():
-        return "No group exists in this process."
+        return f"{need}No group exists in this process."
     return (
-        f"torch.distributed has a default group of its own, on backend {torch.distributed.get_backend()!r}: initialize "
-        f"with torchdist_ref, or use torch's functions. Lightning and accelerate take backend='ref'."
+        f"{need}torch.distributed has a default group of its own, on backend {torch.distributed.get_backend()!r}: "
+        f"initialize with torchdist_ref, or use torch's functions. Lightning and accelerate take backend='ref'."
     )
 
 
@@ -429,7 +433,7 @@ def resolve(
 ) -> ProcessGroup | None:
     """Return the group that an argument refers to, or None if this rank is not in it."""
     if group is None:
-        return (_of_context.get() or _of_process).default or default_group()
+        return (_of_context.get() or _of_process).default or default_group(operation)
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, torch.distributed.ProcessGroup):
