@@ -9,7 +9,9 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ KEPT = ("resource_tracker", "forkserver")
 MANY_TESTS = 200
 # After so many forks it pays to copy it once more.
 MANY_FORKS = 150
+# Modules that forked ranks would each load, some milliseconds, unless this process has.
+OF_RANKS = ("torchdist_ref.backends.torch_native.gloo", "torchdist_ref.backends.ref_in_torch.creation")
+# The same for ranks that compile or shard by torch's modules, 0.7 s. Some versions of torch lack some.
+OF_TORCHS_MODULES = (
+    "torch._dynamo.backends.common",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.export._trace",
+    "torch.distributed.tensor.experimental",
+)
 # The C library's function that returns free memory to the system; other libraries have none.
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
@@ -95,6 +107,8 @@ def wait_for(pid: int, seconds: float) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the tests have loaded out of garbage collections, which take half a second with it."""
+    for name in OF_RANKS if len(session.items) >= MANY_TESTS else ():
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     # Not `session.testscollected`, which is 0 until this returns.
@@ -127,6 +141,17 @@ def handlers_of_rendezvous_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package has a function of the module's name.
     module = importlib.import_module("torchdist_ref.rendezvous")
     monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+
+
+@pytest.fixture(scope="session")
+def torchs_modules() -> None:
+    """Load torch's compiler and what its modules load late, for ranks that are forked after."""
+    with warnings.catch_warnings():
+        # They define functions by torch.jit, which torch deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name in OF_TORCHS_MODULES:
+            with suppress(ImportError):
+                importlib.import_module(name)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
 
 # Each rank is a fork of this process, which therefore imports what ranks use.
+pytestmark = pytest.mark.usefixtures("torchs_modules")
 
 SOON = 2.0
 

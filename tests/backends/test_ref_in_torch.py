@@ -22,7 +22,10 @@ from tests.covering import covering
 from torchdist_ref.testing import fill
 
 # The older names of functional collectives are the ones that torch 2.11 has too.
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.usefixtures("torchs_modules"),
+]
 
 STEPS = 3
 

@@ -233,6 +233,7 @@ def compiled(rank: int, world: int) -> None:
     assert torch.equal(torch.compile(program, backend="aot_eager", fullgraph=True)(fill(rank, (4,))), wanted)
 
 
+@pytest.mark.usefixtures("torchs_modules")
 @pytest.mark.parametrize(("backend", "world"), [("ref", 2), ("gloo", 3)])
 def test_functional_collectives_find_the_group_by_name_compiled_too(backend: str, world: int) -> None:
     forked(compiled, world, backend, world)

@@ -27,6 +27,7 @@ from tests.covering import covering
 from tests.torch_versions import needs_torch
 from torchdist_ref.testing import fill, run
 
+pytestmark = pytest.mark.usefixtures("torchs_modules")
 # A program gets its rank, the library that makes groups and meshes, and a folder; it returns tensors.
 Program = Callable[[int, Any, str], list[Tensor]]
 

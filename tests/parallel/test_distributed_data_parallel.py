@@ -409,6 +409,7 @@ def test_copies_and_pickles_are_independent(way: Callable[[Any], Any]) -> None:
 
 # torch's compiler looks at .grad of whatever a function is called with.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("torchs_modules")
 def test_compiled_modules_and_compiled_ddp() -> None:
     def program(rank: int) -> Any:
         inside = DDP(torch.compile(build("mlp"), backend="eager"), bucket_cap_mb=SMALL)
