@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch.distributed as c10d
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from torchdist_ref import program_end
+from torchdist_ref.testing import fill
 
 # Threads of a group that run at the end may abort the process; once they did in three of four runs.
 PROGRAM = """
@@ -56,7 +58,7 @@ def test_an_uncaught_exception_is_quoted_by_the_others(tmp_path: Path) -> None:
         assert "rank 1 aborted: its program ended with ValueError: no such layer" in found[rank].text
 
 
-@pytest.mark.parametrize("how", ["dies", "leaves"])
+@pytest.mark.parametrize("how", ["dies", "leaves", "aborts"])
 def test_a_rank_that_ends_before_it_calls_new_group_is_named(how: str, tmp_path: Path) -> None:
     """Once the others waited for torch's default time-out, 30 minutes: only ranks in the call were watched."""
 
@@ -65,14 +67,63 @@ def test_a_rank_that_ends_before_it_calls_new_group_is_named(how: str, tmp_path:
         if rank == CULPRIT and how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == CULPRIT:
-            c10d.destroy_process_group()
+            # The second one is torch's way to abort and forget a group.
+            end: Any = c10d.destroy_process_group if how == "leaves" else c10d.distributed_c10d._abort_process_group
+            end()
             signal.pause()
         c10d.new_group([0, 2, 1])
 
     found = errors_of_survivors(program)
     for rank in SURVIVORS:
-        cause = "rank 1 died (pid " if how == "dies" else "rank 1 destroyed the group"
+        causes = {"dies": "died (pid ", "leaves": "destroyed the group", "aborts": "aborted: torch.distributed aborted"}
+        cause = f"rank 1 {causes[how]}"
         assert found[rank].text.startswith(f"new_group on rank {rank}") and cause in found[rank].text, found[rank].text
+
+
+def test_ranks_that_abort_a_group_and_keep_it_may_create_others_with_its_members(tmp_path: Path) -> None:
+    """Rank 1 comes to each when rank 0 has looked twice for ranks that have left."""
+    looks, looked = os.pipe()
+
+    def new_group(rank: int, backend: Any) -> Any:
+        find = backend.departure
+
+        def look(*arguments: Any) -> BaseException | None:
+            os.write(looked, b".")
+            return find(*arguments)  # type: ignore[no-any-return]
+
+        if rank == 0:
+            backend.departure = look
+        if rank == CULPRIT:
+            assert all(os.read(looks, 1) for _ in range(2))
+        made = c10d.new_group()
+        backend.departure = find
+        return made
+
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        world: Any = c10d.group.WORLD
+        world.abort()
+        group, tensor = new_group(rank, world.backend), fill(rank, (3,))
+        c10d.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, torch.stack([fill(each, (3,)) for each in range(WORLD)]).sum(0))
+        backend = world.backend
+        del world
+        pid = os.fork()
+        if pid == 0:
+            # The child's copies go; no member takes that for a leave.
+            try:
+                c10d.destroy_process_group()
+                gc.collect()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        new_group(rank, backend)
+        raise ValueError("all done")
+
+    found = errors_of_survivors(program)
+    os.close(looks)
+    os.close(looked)
+    assert {raised.text for raised in found.values()} == {"all done"}
 
 
 def test_a_program_that_ends_leaves_its_groups(tmp_path: Path) -> None:

@@ -487,9 +487,13 @@ class Link:
         self.leaving = True
         self.announce_leave()
 
-    def close(self) -> None:
-        """Leave the group. The memory is freed with the last tensor that uses it."""
+    def announce_close(self) -> None:
+        """Announce that this rank does not use its end of the group any more; one that has aborted remains so."""
         self.row.close()
         self.publish_row()
+
+    def close(self) -> None:
+        """Leave the group. The memory is freed with the last tensor that uses it."""
+        self.announce_close()
         self.broken = GroupAbortedError(f"group {self.name!r} was destroyed on {self.rank_names([self.rank])}")
         self.liveness.close()

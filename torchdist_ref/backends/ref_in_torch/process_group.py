@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as c10d
@@ -602,15 +602,23 @@ class RefProcessGroup(CallsFromTorch):
         self.shutdown()
 
     def abort(self) -> None:
-        """Leave the group at once."""
+        """End the group's calls at once. A rank that keeps the group may still create others with its members."""
         self._stop_answers()
         self.backend.abort("torch.distributed aborted the group")
+        # torch drops a group that it has aborted, and calls nothing: the others would wait for this rank in new_group.
+        finalize(self, _announce_close, self.backend, os.getpid()).atexit = False
 
     def _stop_answers(self) -> None:
         """End the answers to requests for dumps on behalf of this group, once. It is left from now on."""
         _joined.discard(self)
         while self._on_end:
             self._on_end.pop()()
+
+
+def _announce_close(backend: Any, process: int) -> None:
+    """Tell the members that this rank has dropped its group, unless this is a forked child's copy of it."""
+    if os.getpid() == process:
+        backend.link.announce_close()
 
 
 _joined: WeakSet[RefProcessGroup] = WeakSet()
