@@ -121,6 +121,8 @@ def serve(executable: str, number: str) -> tuple[dict[str, Any], list[int]]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    # 0.4 s, and two forks of each program take 22 ms less. This file is not in a package here.
+    runpy.run_path(str(Path(__file__).with_name("huge_pages.py")))["collapse"]()
     with socket.socket(fileno=int(number)) as listener:
         while True:
             readable = select.select([listener.fileno(), 0], [], [])[0]
