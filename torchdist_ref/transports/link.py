@@ -487,10 +487,15 @@ class Link:
         self.leaving = True
         self.announce_leave()
 
-    def announce_close(self) -> None:
-        """Announce that this rank does not use its end of the group any more; one that has aborted remains so."""
-        self.row.close()
-        self.publish_row()
+    def announce_close(self, process: int | None = None) -> None:
+        """Announce that this rank does not use its end of the group any more; one that has aborted remains so.
+
+        Args:
+            process: Process of the rank; None for this one. A forked child, which has a copy, announces nothing.
+        """
+        if process in (None, os.getpid()):
+            self.row.close()
+            self.publish_row()
 
     def close(self) -> None:
         """Leave the group. The memory is freed with the last tensor that uses it."""

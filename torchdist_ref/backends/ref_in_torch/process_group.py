@@ -606,19 +606,13 @@ class RefProcessGroup(CallsFromTorch):
         self._stop_answers()
         self.backend.abort("torch.distributed aborted the group")
         # torch drops a group that it has aborted, and calls nothing: the others would wait for this rank in new_group.
-        finalize(self, _announce_close, self.backend, os.getpid()).atexit = False
+        finalize(self, self.backend.link.announce_close, os.getpid()).atexit = False
 
     def _stop_answers(self) -> None:
         """End the answers to requests for dumps on behalf of this group, once. It is left from now on."""
         _joined.discard(self)
         while self._on_end:
             self._on_end.pop()()
-
-
-def _announce_close(backend: Any, process: int) -> None:
-    """Tell the members that this rank has dropped its group, unless this is a forked child's copy of it."""
-    if os.getpid() == process:
-        backend.link.announce_close()
 
 
 _joined: WeakSet[RefProcessGroup] = WeakSet()
