@@ -493,6 +493,15 @@ def test_a_death_that_may_be_gloos_answer_to_a_mismatch_is_explained() -> None:
         assert ("TORCH_DISTRIBUTED_DEBUG=DETAIL" in found.sentence) == (backend == "gloo")
 
 
+def test_a_rank_without_a_dump_that_gloo_may_have_ended_is_explained() -> None:
+    """The others sent it more than it expected, and completed the call: none of them met its death."""
+    for backend in ("gloo", "ref"):
+        group = GroupCalls("world", (0, 1), (replace(collective("", ()), state="completed"),), backend=backend)
+        found = find_verdict(Dumps({0: RankDump(0, "rank0.json", (group,))}))
+        assert (found.kind, found.ranks) == ("nothing", (1,)) and "but rank 1 left no dump" in found.sentence
+        assert ("whether SIGABRT ended it; Gloo does that" in found.sentence) == (backend == "gloo"), found.sentence
+
+
 # ---- dumps made by hand: times decide here, and real ranks differ in them
 
 

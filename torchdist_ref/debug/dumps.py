@@ -52,6 +52,8 @@ _EARLIER = "of attempt"
 _EARLIER_RUN = "of an earlier run"
 _OLD = {_EARLIER: "attempt", _EARLIER_RUN: "run"}
 _STATES = ("scheduled", "started", "completed", "failed")
+GLOO_ABORTS = "; Gloo does that if a rank gets more than it expects: TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls"
+"""End of a sentence on a death that may follow from a mismatch, of which the dead rank has left no dump."""
 
 
 class DumpError(ArgumentError):
@@ -196,6 +198,12 @@ class Dumps:
                 old = next((word for start, word in _OLD.items() if reason.startswith(start)), "")
                 return f"the dump of rank {rank} {f'is of an earlier {old}' if old else 'could not be read'}"
         return f"rank {rank} left no dump"
+
+    @property
+    def possible_end(self) -> str:
+        """How a rank may have ended without a dump, as the end of a sentence; empty if no backend ends ranks."""
+        on_gloo = any(group.backend == "gloo" for dump in self.ranks.values() for group in dump.groups)
+        return f". See in the launcher's output whether SIGABRT ended it{GLOO_ABORTS}" if on_gloo else ""
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from functools import partial
 from operator import eq
 
 from torchdist_ref.debug.call_sites import frame_text, user_frames
-from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump
+from torchdist_ref.debug.dumps import GLOO_ABORTS, Dumps, Event, GroupCalls, RankDump
 from torchdist_ref.recorder import Frame
 
 Number = tuple[int, int]
@@ -116,7 +116,7 @@ def find_verdict(dumps: Dumps) -> Verdict:
     text = "No rank waits for another, and all calls agree"
     if dumps.missing:
         lack = "; ".join(map(dumps.lack, dumps.missing[:MAX_NAMED]))
-        return Verdict("nothing", dumps.missing, f"{text}, but {lack}.")
+        return Verdict("nothing", dumps.missing, f"{text}, but {lack}{dumps.possible_end}.")
     return Verdict("nothing", (), f"{text}.")
 
 
@@ -302,13 +302,9 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     which = _ranks(dead) if dead else "a rank"
     cause = next(iter(re.findall(r"\bdied \(([^()]*)\)", event.error)), "")
     witnesses = f"{_ranks(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
-    hint = _GLOO_ABORTS if group.backend == "gloo" and "SIGABRT" in cause else ""
+    hint = GLOO_ABORTS if group.backend == "gloo" and "SIGABRT" in cause else ""
     sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}{hint}."
     return Verdict("died", dead, sentence, "" if number is None else group.name, number)
-
-
-_GLOO_ABORTS = "; Gloo does that if a rank gets more than it expects: TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls"
-"""End of the sentence on a death that may follow from a mismatch, of which the dead rank has left no dump."""
 
 
 def _gave_up(dump: RankDump) -> bool:
