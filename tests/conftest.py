@@ -33,8 +33,9 @@ TIMEOUT_SECONDS = 3.0
 KEPT = ("resource_tracker", "forkserver")
 # So many tests fork so often that it pays to copy the memory of this process, 0.3 s, into huge pages.
 MANY_TESTS = 200
-# After so many forks it pays to copy it once more.
-MANY_FORKS = 150
+# Once forks have taken so long it pays to copy it again: with 1 GB in small pages, 12 forks; after a copy, some 50.
+SECONDS_OF_FORKS = 0.3
+FORKS = huge_pages.Forks()
 # Modules that forked ranks would each load, some milliseconds, unless this process has.
 OF_RANKS = ("torchdist_ref.backends.torch_native.gloo", "torchdist_ref.backends.ref_in_torch.creation")
 # The same for ranks that compile or shard by torch's modules, 0.7 s. Some versions of torch lack some.
@@ -116,23 +117,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         huge_pages.collapse()
 
 
-@pytest.fixture(scope="session")
-def forks() -> list[None]:
-    """Return a list that each fork of this process extends; the start of a program is no fork."""
-    found: list[None] = []
-    os.register_at_fork(after_in_parent=lambda: found.append(None))
-    return found
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks_stay_cheap(request: pytest.FixtureRequest, forks: list[None]) -> Iterator[None]:
-    """Return what tests have freed, and map the rest by huge pages: each fork copies the page table."""
-    yield
-    if request.session.testscollected >= MANY_TESTS and len(forks) >= MANY_FORKS:
-        forks.clear()
-        if TRIM is not None:
-            TRIM(0)
-        huge_pages.collapse()
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Return what tests have freed, and map the rest by huge pages, once forks have become slow or were many."""
+    if item.session.testscollected >= MANY_TESTS:
+        FORKS.collapse_after(SECONDS_OF_FORKS, lambda: TRIM and TRIM(0))
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,10 @@ the end of its child took 22 ms of CPU with the small pages, 8 ms with the huge 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 HUGE = 2 << 20
@@ -17,6 +19,33 @@ HUGE = 2 << 20
 MADV_COLLAPSE = 25
 # Private, writable and without a file: the heap and what allocators map.
 PRIVATE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$", re.MULTILINE)
+
+
+class Forks:
+    """Time that forks of this process take, from the construction on.
+
+    Attributes:
+        seconds: CPU time of this process in forks since its memory was last copied.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        os.register_at_fork(before=self._before, after_in_parent=self._after)
+
+    def collapse_after(self, seconds: float, trim: Callable[[], object]) -> bool:
+        """Trim and map memory by huge pages if forks have taken so long since; return whether they have."""
+        if self.seconds < seconds:
+            return False
+        trim()
+        collapse()
+        self.seconds = 0.0
+        return True
+
+    def _before(self) -> None:
+        self._start = time.thread_time()
+
+    def _after(self) -> None:
+        self.seconds += time.thread_time() - self._start
 
 
 def collapse() -> int:

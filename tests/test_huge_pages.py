@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 from tests import huge_pages
 
@@ -18,6 +19,16 @@ def test_every_part_is_private_writable_and_aligned() -> None:
     assert mapped[:] == shared[:] == bytes(range(256)) * (3 * huge_pages.HUGE // 256)
     mapped.close()
     shared.close()
+
+
+def test_memory_is_copied_once_forks_have_taken_long() -> None:
+    forks, trimmed = huge_pages.Forks(), []
+    assert forks.seconds == 0 and not forks.collapse_after(1e-9, lambda: trimmed.append(1))
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert forks.seconds > 0 and not forks.collapse_after(forks.seconds + 60, lambda: trimmed.append(2))
+    assert forks.collapse_after(1e-9, lambda: trimmed.append(3)) and trimmed == [3] and forks.seconds == 0
 
 
 LINES = (
