@@ -390,9 +390,7 @@ class ClientConnection:
         try:
             [echo] = receive(Op.PING.reply, lambda size: sock.take(size, deadline), SMALL_REPLY_BYTES)
         except TimeoutError:
-            raise TimeoutError(
-                "a program accepts connections there, but does not answer: it is stopped, or no store"
-            ) from None
+            raise TimeoutError("a program accepts connections, but does not answer: stopped, or no store") from None
         self._framed = echo == recognized(nonce)
         if not self._framed and echo != nonce:
             raise DistNetworkError(
