@@ -8,7 +8,6 @@ import os
 import pickle
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +118,12 @@ def test_dumps_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     assert found.lack(1) == "the dump of rank 1 is of an earlier run"
 
 
-# Over a second: torch is imported anew, since a process decides once whether to record.
-def test_dumps_that_torch_has_written_are_read(tmp_path: Path) -> None:
+def test_dumps_that_torch_has_written_are_read(python_with_torch: str, tmp_path: Path) -> None:
     folders = [tmp_path / "pickles", tmp_path / "texts"]
     for folder in folders:
         folder.mkdir()
-    program = [sys.executable, str(Path(__file__).with_name("torchs_dumps.py")), *map(str, folders)]
+    # A process decides once whether to record, when it first could.
+    program = [python_with_torch, str(Path(__file__).with_name("torchs_dumps.py")), *map(str, folders)]
     subprocess.run(program, check=True, env=os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}, timeout=60)
     for found in map(read_directory, folders):
         assert list(found.ranks) == [0, 1, 2] and not found.skipped

@@ -179,10 +179,9 @@ def test_survivors_have_time_for_their_dumps_under_the_launcher(python_with_torc
     assert list(read_directory(tmp_path / "dumps").ranks) == [0]
 
 
-# Over a second: ranks import torch.
-def test_the_launcher_asks_the_rank_that_the_others_waited_for(tmp_path: Path) -> None:
+def test_the_launcher_asks_the_rank_that_the_others_waited_for(python_with_torch: str, tmp_path: Path) -> None:
     """Once it was stopped without a dump, so that the verdict could not show where it was."""
-    result, found = launched(LATE, tmp_path)
+    result, found = launched(LATE, tmp_path, "--no-python", python_with_torch)
     assert result.returncode == 1 and "RankStalledError" in result.stderr
     assert (found.kind, found.ranks) == ("behind", (1,))
     assert found.sentence.endswith("rank 1 has made no call on it and is at script.py:5 in load_batch.")
