@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Its default groups are those of the moment of its import, which is before any test makes one.
+import torch.distributed.nn.functional
 from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 import torchdist_ref as dist
