@@ -154,3 +154,17 @@ def test_a_rank_that_exits_later_than_the_ranks_that_it_made_fail_is_named(tmp_p
     result, named = launch(EXIT_LAST, 2, tmp_path)
     assert named.endswith(" exited with code 3")
     assert result.returncode == 3
+
+
+def test_a_process_that_answers_no_request_any_more_leaves_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the mark remained, in the user's folder for logs."""
+    record = tmp_path / "error.json"
+    monkeypatch.setenv(failure_record.ERROR_FILE, str(record))
+    monkeypatch.setenv(failure_record.LAUNCH_ID, "x")
+    failure_record.announce_dump_signal(10)
+    assert failure_record.dump_signal(record) == (os.getpid(), 10)
+    failure_record.announce_dump_signal(0)
+    assert failure_record.dump_signal(record) is None
+    assert not list(tmp_path.iterdir())

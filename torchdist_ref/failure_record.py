@@ -89,8 +89,13 @@ def announce_dump_signal(number: int) -> None:
     """Write for our launcher which signal makes this process dump its last calls; 0 if none does any more."""
     name = os.environ.get(ERROR_FILE)
     if name and LAUNCH_ID in os.environ:
+        mark = Path(name + _DUMP_SIGNAL)
         with suppress(OSError):
-            Path(name + _DUMP_SIGNAL).write_text(f"{os.getpid()} {number}", "utf-8")
+            if number:
+                mark.write_text(f"{os.getpid()} {number}", "utf-8")
+            else:
+                # The folder may be the user's.
+                mark.unlink(missing_ok=True)
 
 
 def dump_signal(path: Path) -> tuple[int, int] | None:
