@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed.elastic.multiprocessing as theirs
 
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, failures, logs
+from torchdist_ref.launcher.worker import LineRelay
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -255,3 +257,21 @@ def test_errors_are_torchs_too_where_torchs_are_imported() -> None:
     error = failures.as_torchs(failures.SignalException, "api")("stop", signal.SIGTERM)
     assert isinstance(error, failures.SignalException) and isinstance(error, theirs.SignalException)
     assert error.sigval == signal.SIGTERM
+
+
+def test_an_unfinished_line_that_was_shown_goes_on_where_it_stood() -> None:
+    sink = io.BytesIO()
+    relay = LineRelay(sink, b"[1] ")
+    relay.feed(b"one\nsecond")
+    assert relay.is_held
+    relay.show_rest()
+    assert not relay.is_held and sink.getvalue() == b"[1] one\n[1] second"
+    relay.feed(b" half")
+    assert relay.is_held
+    relay.show_rest()
+    relay.feed(b", end\nthird\n")
+    assert not relay.is_held and sink.getvalue() == b"[1] one\n[1] second half, end\n[1] third\n"
+    relay.feed(b"last")
+    relay.show_rest()
+    relay.finish()
+    assert sink.getvalue().endswith(b"third\n[1] last\n")

@@ -1,4 +1,7 @@
-"""Launcher in a terminal: ranks may read from it, receive Ctrl-C once, and share the launcher's session."""
+"""Launcher in a terminal: ranks may read from it, receive Ctrl-C once, and share the launcher's session.
+
+Input that is no terminal goes to rank 0.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,14 @@ try:
     os.open("/dev/tty", os.O_RDWR)
 except OSError:
     print(f"no terminal that could stop it, no more signals {not signal.sigpending()}", flush=True)
+"""
+
+DEBUGGED = """
+import os
+if os.environ["RANK"] == "1":
+    value = 17
+    breakpoint()
+    print("the debugger has set", value)
 """
 
 
@@ -44,10 +55,10 @@ def test_ranks_in_a_terminal(tmp_path: Path) -> None:
     )
     os.close(theirs)
     try:
-        os.write(ours, b"line\n")
+        os.write(ours, b"line\nline\n")
         shown = read_until(ours, "own group True", 2)
-        assert "0: 'line\\n', launcher's session True, own group True" in shown
-        assert "1: '', launcher's session True, own group True" in shown
+        for rank in range(2):
+            assert f"{rank}: 'line\\n', launcher's session True, own group True" in shown
         os.write(ours, b"\x03")
         shown = read_until(ours, "no terminal that could stop it, no more signals True", 2)
         assert "got SIGINT: forwarding it to ranks 0, 1" in shown
@@ -57,3 +68,35 @@ def test_ranks_in_a_terminal(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
         os.close(ours)
+
+
+def test_a_debugger_stops_any_rank_at_a_terminal(tmp_path: Path) -> None:
+    """Once only rank 0 had input, and a breakpoint ended the others with BdbQuit."""
+    (tmp_path / "script.py").write_text(DEBUGGED)
+    ours, theirs = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        preexec_fn=lambda: os.login_tty(theirs),
+    )
+    os.close(theirs)
+    try:
+        read_until(ours, "(Pdb) ", 1)
+        os.write(ours, b"value = 17 * 17\nc\n")
+        read_until(ours, "the debugger has set 289", 1)
+        assert launcher.wait(20) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+        os.close(ours)
+
+
+def test_other_input_goes_to_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(os.environ['RANK'], os.readlink('/proc/self/fd/0')[:4], sys.stdin.read().split())"
+    )
+    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "3", "script.py"]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, cwd=tmp_path, env=path, input="a b\nc", capture_output=True, text=True, timeout=60)
+    assert sorted(ended.stdout.split("\n")) == ["", "0 pipe ['a', 'b', 'c']", "1 /dev []", "2 /dev []"], ended.stderr

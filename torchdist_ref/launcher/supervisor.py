@@ -36,6 +36,8 @@ from torchdist_ref.processes import (
 _DRAIN_SECONDS = 2.0
 # Time that a reader of the launcher's output has to read something, once the job is to end.
 _READER_SECONDS = 0.5
+# Time after which a line that has not ended is shown at a terminal: it may be the prompt of a debugger.
+_PROMPT_SECONDS = 0.1
 # Time from the end of a worker because of another one to the end of that one.
 _CAUSE_SECONDS = 0.5
 # Time that workers have to write dumps of their last calls, where the environment asks for dumps.
@@ -181,6 +183,7 @@ class Supervisor:
         self.stopped = False
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
+        self._at_terminal = os.isatty(0)
         self._code: int | None = None
         # Signal to send at the deadline, and the workers to send it to, which may write dumps until then.
         self._postponed: tuple[int, Sequence[Worker]] | None = None
@@ -250,7 +253,15 @@ class Supervisor:
 
     def _step(self) -> None:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        relays = [relay for worker in self.workers for relay in worker.relays.values()] if self._at_terminal else []
+        held = [relay for relay in relays if relay.is_held]
+        if held:
+            timeout = _PROMPT_SECONDS if timeout is None else min(timeout, _PROMPT_SECONDS)
         events = [(key.fileobj, key.data) for key, _ in self._selector.select(timeout)]
+        for relay in held if not events else ():
+            with self._forwarding(relay), self._interrupts.interrupting() as pending:
+                if not pending:
+                    relay.show_rest()
         for source, data in events:
             if isinstance(data, LineRelay):
                 self._on_output(int(source), data)  # type: ignore[arg-type]
@@ -262,13 +273,19 @@ class Supervisor:
 
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
         data = b"-"
+        with self._forwarding(relay), self._interrupts.interrupting() as pending:
+            if pending:
+                # The signal first: a write may block for as long as nobody reads.
+                return
+            data = os.read(pipe, 1 << 16)
+            relay.feed(data) if data else relay.finish()
+        if not data:
+            self._selector.unregister(pipe)
+
+    @contextlib.contextmanager
+    def _forwarding(self, relay: LineRelay) -> Iterator[None]:
         try:
-            with self._interrupts.interrupting() as pending:
-                if pending:
-                    # The signal first: a write may block for as long as nobody reads.
-                    return
-                data = os.read(pipe, 1 << 16)
-                relay.feed(data) if data else relay.finish()
+            yield
         except OutputInterrupted:
             pass
         except BrokenPipeError:
@@ -277,8 +294,6 @@ class Supervisor:
             # A full disk ends the output, not the job.
             relay.discard()
             self._log(f"stopped forwarding output of the workers: {error.strerror}")
-        if not data:
-            self._selector.unregister(pipe)
 
     def _discard_blocked_output(self) -> None:
         """Discard what the workers still print where nobody reads, since the job is to end."""

@@ -123,7 +123,8 @@ class Worker:
             self.plan.command,
             setup=lambda: _prepare(self.plan),
             env=self.plan.environment,
-            stdin=None if self.plan.rank == 0 else subprocess.DEVNULL,
+            # At a terminal, a debugger stops any rank; of other input, each rank would get some part.
+            stdin=None if self.plan.rank == 0 or os.isatty(0) else subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
         )
@@ -315,6 +316,19 @@ class LineRelay:
         self._filtered = filtered
         self._filters = filters
         self._rest = b""
+        self._shown = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a line has begun that is not shown yet, or not all of it."""
+        return bool(self._rest) and len(self._prefix + self._rest) > self._shown
+
+    def show_rest(self) -> None:
+        """Forward an unfinished line as far as it is there, such as the prompt of a debugger."""
+        text = self._prefix + self._rest
+        self._sink.write(text[self._shown :])
+        self._sink.flush()
+        self._shown = len(text)
 
     def feed(self, data: bytes) -> None:
         """Accept bytes, forward the lines that they complete and keep the rest."""
@@ -352,5 +366,6 @@ class LineRelay:
             self._filtered.write(b"".join(self._prefix + line for line in wanted))
         if self._prefix:
             lines = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
-        self._sink.write(lines)
+        self._sink.write(lines[self._shown :])
         self._sink.flush()
+        self._shown = 0
