@@ -183,7 +183,7 @@ class Supervisor:
         self.stopped = False
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
-        self._at_terminal = os.isatty(0)
+        self._at_terminal = os.isatty(0) and os.isatty(1)
         self._code: int | None = None
         # Signal to send at the deadline, and the workers to send it to, which may write dumps until then.
         self._postponed: tuple[int, Sequence[Worker]] | None = None
