@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from torchdist_ref.elastic.bootstrap import get_free_port
 from torchdist_ref.elastic.host_agent import agent_settings
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.errors import ArgumentError, RankDiedError
@@ -35,8 +37,16 @@ def launch(
         return error
 
 
+def port_of_no_client() -> int:
+    """Return a free port that the kernel gives to no client: without its server, the second host would wait for long."""
+    for port in random.sample(range(15_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 def both(script: str | Callable[[], object], **settings: object) -> list[object]:
-    port = get_free_port()
+    port = port_of_no_client()
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda rank: launch(rank, port, script, **settings), range(2)))
 
