@@ -38,7 +38,7 @@ def launch(
 
 
 def port_of_no_client() -> int:
-    """Return a free port that the kernel gives to no client: without its server, the second host would wait for long."""
+    """Return a free port that the kernel gives to no client: without its server, the second host waits for long."""
     for port in random.sample(range(15_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
