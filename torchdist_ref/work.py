@@ -288,7 +288,7 @@ class Work:
             raise
 
     def _await_until(self, end: float | None) -> bool:
-        """Wait until the call is over, or until a time; look from time to time, so that Ctrl-C is heard."""
+        """Wait until the call is over, or until a time; look from time to time, so that Ctrl-C interrupts it."""
         while not self._over:
             if self._running.acquire(
                 timeout=CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))

@@ -44,16 +44,22 @@ def read_until(terminal: int, text: str, times: int) -> str:
     return shown
 
 
-def test_ranks_in_a_terminal(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def launch_in_a_terminal(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Launch `script.py` of a folder on two ranks; return the launcher, and the end of its terminal that we hold."""
     ours, theirs = pty.openpty()
     launcher = subprocess.Popen(
         [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         preexec_fn=lambda: os.login_tty(theirs),
     )
     os.close(theirs)
+    return launcher, ours
+
+
+def test_ranks_in_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher, ours = launch_in_a_terminal(tmp_path)
     try:
         os.write(ours, b"line\nline\n")
         shown = read_until(ours, "own group True", 2)
@@ -73,14 +79,7 @@ def test_ranks_in_a_terminal(tmp_path: Path) -> None:
 def test_a_debugger_stops_any_rank_at_a_terminal(tmp_path: Path) -> None:
     """Once only rank 0 had input, and a breakpoint ended the others with BdbQuit."""
     (tmp_path / "script.py").write_text(DEBUGGED)
-    ours, theirs = pty.openpty()
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        preexec_fn=lambda: os.login_tty(theirs),
-    )
-    os.close(theirs)
+    launcher, ours = launch_in_a_terminal(tmp_path)
     try:
         read_until(ours, "(Pdb) ", 1)
         os.write(ours, b"value = 17 * 17\nc\n")
