@@ -12,6 +12,9 @@ import pytest
 from tests.wrong_calls.table import load
 from torchdist_ref import error_index, errors
 from torchdist_ref.error_index import ENTRIES, entry_of, general_entry
+from torchdist_ref.notebook import CellError
+from torchdist_ref.notebook.rank import CellFailure
+from torchdist_ref.notebook.report import Report
 
 PUBLIC = [cls for name, cls in vars(errors).items() if name.endswith("Error") and not name.startswith("_")]
 
@@ -42,6 +45,16 @@ def test_the_message_decides_before_the_class() -> None:
     assert entry_of(errors.DistStoreError("x")) == "dist-store-error"
     forged = errors.AuthenticationError("all_gather_object: the object of rank 1 was not written by a member")
     assert entry_of(forged) == "not-of-this-job"
+
+
+def test_the_error_of_a_cell_leads_to_the_entry_of_its_first_cause() -> None:
+    failed = {0: CellFailure("MismatchError", "all_reduce: the ranks made different calls:", "")}
+    late = Report(late={0, 2}, silent={0, 2}, waited=5)
+    assert entry_of(CellError(Report(failures=failed))) == "calls-differ"
+    assert entry_of(CellError(Report(failures=failed, died={1: -9}))) == "rank-died"
+    assert entry_of(CellError(Report(died={1: 3}))) == "rank-died"
+    assert entry_of(CellError(late)) == "ranks-did-not-finish"
+    assert entry_of(CellError(Report(failures={1: CellFailure("ValueError", "", "")}))) == "function-raised"
 
 
 def test_a_subclass_elsewhere_leads_to_the_entry_of_its_base() -> None:

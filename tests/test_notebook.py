@@ -201,7 +201,9 @@ class TestFailures:
             '[rank 1]   File "<spmd cell 2>", line 2, in divide',
             "[rank 1]     return 1 / (rank - 1)",
         ]
-        assert text.endswith("\nCellError: rank 1 failed with ZeroDivisionError: division by zero")
+        assert text.endswith(
+            "\nCellError: rank 1 failed with ZeroDivisionError: division by zero\nSee: function-raised"
+        )
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
     def test_equal_failures_share_a_traceback(self, pool: RankPool) -> None:
@@ -258,6 +260,7 @@ class TestFailures:
         error, items = failing(pool, "print('last line')\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         assert str(error).startswith("rank 1 was killed by SIGKILL. Its variables are lost: stop the ranks (%spmd_stop")
         assert items == [(rank, "last line") for rank in range(3)]
+        assert error._render_traceback_()[0].endswith("\nSee: rank-died")
         with pytest.raises(PoolError, match=r"rank 1 was killed by SIGKILL: restart them \(%spmd_stop, then"):
             pool.pull("rank", 0)
         pool.close()

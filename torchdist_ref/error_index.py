@@ -21,7 +21,7 @@ _STORE = (
 ENTRIES = (
     # Classes whose errors have one cause.
     ("not-initialized", r"^NotInitializedError: "),
-    ("rank-died", r"^(RankDiedError|RankError: rank \d+ of \d+ (?!failed with)\w+)"),
+    ("rank-died", r"^(RankDiedError|RankError: rank \d+ of \d+ (?!failed with)\w+|CellError: rank \d+ (was|exited) )"),
     ("rank-did-not-arrive", r"^RankStalledError: "),
     ("rank-left", r"^GroupAbortedError: "),
     ("not-of-this-job", r"^AuthenticationError: "),
@@ -30,7 +30,7 @@ ENTRIES = (
     ("queue-is-empty", r"^QueueEmptyError: "),
     ("rank-is-no-integer", r"^RankTypeError: "),
     ("not-a-dump", r"^DumpError: "),
-    ("ranks-did-not-finish", r"^RankTimeoutError: "),
+    ("ranks-did-not-finish", r"^(RankTimeoutError: |CellError: ranks? [\d, ]+ did not answer)"),
     ("process-failed", r"^(Process\w*Exception|ChildFailedError|SignalException): "),
     # Agreement between ranks.
     ("ddp-models-differ", r"^MismatchError: DistributedDataParallel: "),
@@ -127,16 +127,18 @@ ENTRIES = (
     ("store-argument-type", rf"^ArgumentTypeError: {_STORE}: "),
     ("store-file", r"^\w*(OS|Store)Error: FileStore: "),
     ("store-argument", rf": ({_STORE}|barrier): argument "),
-    ("function-raised", r"^(RankError|RemoteError): "),
+    ("function-raised", r"^(RankError|RemoteError|CellError): "),
 )
 """Entries, and expressions that ``CLASS: MESSAGE`` of their errors match; the first one counts."""
 
 # An error of `testing.run` has the entry of the error that the rank's function raised, which may have been replaced by
 # its text. Other ranks follow, indented.
-_OF_A_RANK = re.compile(
-    r"^(?:RemoteError: |RankError: rank \d+ of \d+ failed with (?:RemoteError: (?!the ))?)(\w+: .*?)(?=\n  rank |\Z)",
-    re.DOTALL,
+_PREFIXES = (
+    r"RemoteError: ",
+    r"CellError: ranks? [\d, ]+ failed with ",
+    r"RankError: rank \d+ of \d+ failed with (?:RemoteError: (?!the ))?",
 )
+_OF_A_RANK = re.compile(rf"^(?:{'|'.join(_PREFIXES)})(\w+: .*?)(?=\n(?:  )?ranks? |\Z)", re.DOTALL)
 
 
 @cache

@@ -371,7 +371,7 @@ def explain_type(operation: str, argument: str, expected: str, got: str) -> str:
     """Return the error message for an argument of a wrong type, in the words that users of torch search for."""
     return (
         f"{operation}: Invalid function argument. Expected parameter `{argument}` of type {expected}\n"
-        f"             but got {got} instead.{on_rank()}"
+        f"             but got {got} instead{on_rank()}."
     )
 
 

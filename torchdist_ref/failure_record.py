@@ -23,6 +23,8 @@ from types import TracebackType
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, message_of
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+NO_FILE = "<N/A>"
+"""What torch's reports show in place of a file or a name that does not exist."""
 LAUNCH_ID = "TORCHDIST_REF_LAUNCH_ID"
 """Variable that our launcher sets in the environment of its workers."""
 DIRECTORY_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_DIR"

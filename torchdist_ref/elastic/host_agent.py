@@ -499,7 +499,7 @@ class _HostAgent:
         failure["text"] = f"rank {first.rank} on {self._name} (process {first.pid}) {how}"
         failure["cause_is_elsewhere"] = outcome.cause_is_elsewhere
         failure |= {name: getattr(first, name) for name in ("rank", "local_rank", "pid", "status")}
-        failure["error_file"] = first.error_file if first.keeps_record else "<N/A>"
+        failure["error_file"] = first.error_file if first.keeps_record else failure_record.NO_FILE
         if record:
             failure |= {"time": record.time_ns / 1e9, "stack": record.stack[-_MAX_STACK:]}
         return failure

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from torchdist_ref.errors import indexed, message_of
-from torchdist_ref.failure_record import ERROR_FILE
+from torchdist_ref.failure_record import ERROR_FILE, NO_FILE
 from torchdist_ref.processes import signal_name
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
 _TORCH = "torch.distributed.elastic.multiprocessing"
-_NO_FILE = "<N/A>"
 _NO_TRACEBACK = "decorate the main function with torchdist_ref.elastic.multiprocessing.errors.record"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -70,7 +69,7 @@ class ProcessFailure:
             self.error_file_data, self.message, self.timestamp = content, message, int(extra.get("timestamp", 0))
         except (OSError, ValueError, LookupError, TypeError):
             # None was written, or only a part, as on a full disk.
-            self.error_file = _NO_FILE
+            self.error_file = NO_FILE
         if not self.message and self.exitcode < 0:
             self.message = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
         elif not self.message:
@@ -79,7 +78,7 @@ class ProcessFailure:
 
     def signal_name(self) -> str:
         """Return the name of the signal that killed the worker, or ``<N/A>``."""
-        return signal_name(-self.exitcode) if self.exitcode < 0 else _NO_FILE
+        return signal_name(-self.exitcode) if self.exitcode < 0 else NO_FILE
 
     def timestamp_isoformat(self) -> str:
         """Return the time of the failure, in the local time zone."""
@@ -95,7 +94,7 @@ def failure_of(worker: Any, kind: Any) -> Any:
     """
     failure = kind(worker.local_rank, worker.pid, worker.status, worker.error_file)
     if not worker.keeps_record:
-        failure.error_file = _NO_FILE
+        failure.error_file = NO_FILE
     return failure
 
 
@@ -173,7 +172,7 @@ def describe_remote(report: Mapping[str, Any]) -> str:
 def _traceback(message: Any) -> str:
     if isinstance(message, str):
         return message
-    stack = message.get("extraInfo", {}).get("py_callstack") or message.get("message", _NO_FILE)
+    stack = message.get("extraInfo", {}).get("py_callstack") or message.get("message", NO_FILE)
     return str(stack).rstrip("\n")
 
 
@@ -296,11 +295,11 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             if isinstance(error, ChildFailedError) or _is_torchs(error):
                 _, failure = error.get_first_failure()  # type: ignore[attr-defined]
-                if failure.error_file != _NO_FILE:
+                if failure.error_file != NO_FILE:
                     handler.dump_error_file(failure.error_file, failure.exitcode)
                 elif isinstance(failure.error_file_data.get("message"), dict):
                     # The file has been removed with the temporary folder of its job.
-                    _hand_on(handler, _NO_FILE, failure.error_file_data, failure.exitcode)
+                    _hand_on(handler, NO_FILE, failure.error_file_data, failure.exitcode)
                 else:
                     logger.info("local rank %d left no failure record", failure.local_rank)
             else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchdist_ref.errors import DistError
+from torchdist_ref.errors import DistError, indexed
 from torchdist_ref.notebook.rank import CellFailure
 from torchdist_ref.processes import describe_exit, name_ranks
 
@@ -101,7 +101,8 @@ class _ReportedError(BaseException):
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this method of exceptions that render themselves.
-        return [f"{self.report.traces()}{type(self).__name__}: {self}"]
+        notes = getattr(self, "__notes__", [])
+        return ["\n".join([f"{self.report.traces()}{type(self).__name__}: {self}", *notes])]
 
 
 class CellError(_ReportedError, RuntimeError):
@@ -110,6 +111,10 @@ class CellError(_ReportedError, RuntimeError):
     Attributes:
         report: Results of all ranks.
     """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        indexed(self)
 
 
 class CellInterrupted(_ReportedError, KeyboardInterrupt):
