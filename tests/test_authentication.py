@@ -22,7 +22,7 @@ import pytest
 import torchdist_ref as dist
 from tests.process_ends import answer_of_child
 from torchdist_ref import authentication
-from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyAgreement, KeyServer, authenticate, receive_key
+from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyAgreement, KeyServer, receive_key
 from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError
 from torchdist_ref.liveness import process_identity
@@ -68,6 +68,16 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         return [future.exception() or future.result() for future in futures]
+
+
+def authenticate(
+    store: Any, rank: int, size: int, timeout: float, on_close: list[Callable[[], None]], world_size: int = 0
+) -> Any:
+    """The sealed store of a rank that agrees with the others by a store alone."""
+    agreement = KeyAgreement(store, rank, size, on_close, world_size)
+    for key, value in agreement.own.items():
+        store.set(key, value)
+    return agreement.complete(store, timeout)
 
 
 def join(stores: list[Any], timeout: float = 20.0) -> list[Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
-from torchdist_ref.groups.meeting import Meeting
 from torchdist_ref.liveness import (
     MemberWatch,
     PeerProcesses,
@@ -19,6 +18,7 @@ from torchdist_ref.liveness import (
     host_identity,
     read_failure,
 )
+from torchdist_ref.meeting import Meeting
 from torchdist_ref.stores import HashStore, PrefixStore
 
 

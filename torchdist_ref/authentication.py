@@ -68,30 +68,6 @@ CURES = (
 log = logging.getLogger("torchdist_ref.authentication")
 
 
-def authenticate(
-    store: Store, rank: int, size: int, timeout: float, on_close: list[Callable[[], None]], world_size: int = 0
-) -> SealedStore:
-    """Agree with the other ranks on a session key, and return the store with sealed values.
-
-    Args:
-        store: Store that all ranks share, and that anybody may write.
-        rank: This rank.
-        size: Number of ranks.
-        timeout: Longest duration of a wait in seconds.
-        on_close: List to which a function is added that ends this rank's part, which the others may need until all
-            of them have the key.
-        world_size: Number of ranks of the job, if these are some of them; 0 for `size`.
-
-    Raises:
-        AuthenticationError: The other side does not belong to this job, or the ranks are configured differently.
-        RankStalledError: A rank did not publish in time what the others need.
-    """
-    agreement = KeyAgreement(store, rank, size, on_close, world_size)
-    for key, value in agreement.own.items():
-        store.set(key, value)
-    return agreement.complete(store, timeout)
-
-
 class KeyAgreement:
     """One rank's part in the agreement on a session key.
 
@@ -102,8 +78,9 @@ class KeyAgreement:
         store: Store that all ranks share, and that anybody may write.
         rank: This rank.
         size: Number of ranks.
-        on_close: As for `authenticate`.
-        world_size: As for `authenticate`.
+        on_close: List to which a function is added that ends this rank's part, which the others may need until all of
+            them have the key.
+        world_size: Number of ranks of the job, if these are some of them; 0 for `size`.
 
     Attributes:
         own: Keys and values that this rank has to set before `complete`.
@@ -131,8 +108,8 @@ class KeyAgreement:
             entries: Values of the awaited keys if all ranks have met; None if some may come later.
 
         Raises:
-            AuthenticationError: As `authenticate`.
-            RankStalledError: As `authenticate`.
+            AuthenticationError: The other side does not belong to this job, or the ranks are configured differently.
+            RankStalledError: A rank did not publish in time what the others need.
         """
         return self._complete(store, timeout, entries)
 

@@ -15,7 +15,7 @@ import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.groups.test_ranks_that_left import free_port
 from torchdist_ref.authentication import KeyAgreement
-from torchdist_ref.groups.meeting import Meeting
+from torchdist_ref.meeting import Meeting
 from torchdist_ref.stores import PrefixStore
 
 HOSTS = ["AAA", "ABC"]

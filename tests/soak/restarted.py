@@ -1,6 +1,7 @@
 """Program of `tests.soak.restarts`: one rank of a job that a planned rank ends, once in each attempt.
 
-Arguments: a folder that all ranks share, the backend, the number of failures. Attempts are counted by the failures so
+Arguments: a folder that all ranks share, the backend, the number of failures. With the backend ``torch:ref``, ranks use
+torch's functions on `ref`. Attempts are counted by the failures so
 far, not by the launcher's variables, which differ between two agents.
 """
 
@@ -14,9 +15,10 @@ import time
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed
 
 import torchdist_ref as dist
 
@@ -70,22 +72,24 @@ def work(folder: Path, backend: str, attempt: int, plan: tuple[str, str] | None)
     end, place = plan or ("", "")
     if place == "before init":
         fail(folder, attempt, end, rank)
-    dist.init_process_group(backend, timeout=timedelta(seconds=20))
+    of_torch = backend.startswith("torch:")
+    library: Any = torch.distributed if of_torch else dist
+    library.init_process_group(backend.removeprefix("torch:"), timeout=timedelta(seconds=20))
     met: list[int] = [-1] * world
-    dist.all_gather_object(met, attempt)
+    library.all_gather_object(met, attempt)
     if set(met) != {attempt}:
         note(folder, "stale", attempt, rank, met)
     for step in range(3):
         tensor = torch.tensor([float((rank + 2) ** 2 + step)])
         if place == "in a call" and step == 1:
-            dist.all_reduce(tensor, async_op=True)
+            library.all_reduce(tensor, async_op=True)
             fail(folder, attempt, end, rank)
-        dist.all_reduce(tensor)
+        library.all_reduce(tensor)
         if tensor.item() != sum((each + 2) ** 2 + step for each in range(world)):
             note(folder, "stale", attempt, rank, "wrong sum", tensor.item())
         if place == "between calls" and step == 1:
             fail(folder, attempt, end, rank)
-    dist.destroy_process_group()
+    library.destroy_process_group()
     note(folder, "done", attempt, rank)
 
 

@@ -29,7 +29,7 @@ OURS = re.compile(r"torchdist_ref\.launch: rank (\d+) \(process")
 OF_AGENTS = re.compile(r"torchdist_ref\.launch: rank (\d+) on \S+ \((process \d+)\).*restarting")
 LAUNCHERS = ("ours", "ours, two agents", "standalone", "static", "two agents")
 TWO_AGENTS = ("ours, two agents", "two agents")
-BACKENDS = ("ref", "gloo")
+BACKENDS = ("ref", "gloo", "torch:ref")
 JOB = len(restarted.PLANS)
 """Restarts of one job of a proof: each end at each place once."""
 

@@ -39,9 +39,9 @@ def test_a_proof_goes_through_all_launchers_and_counts_what_is_lost(monkeypatch:
         return job | {"launcher": launcher, "backend": backend, "wanted": 9, "restarts": 8, "done": False}
 
     monkeypatch.setattr(restarts, "run", run)
-    outcome = restarts.prove(Limits(90))
-    assert len(set(jobs)) == len(jobs) == 10 and (outcome.done, outcome.failed) == (80, 40)
-    assert outcome.counts["two agents, gloo"] == 8 and outcome.counts["survivors"] == 10
+    outcome = restarts.prove(Limits(135))
+    assert len(set(jobs)) == len(jobs) == 15 and (outcome.done, outcome.failed) == (120, 60)
+    assert outcome.counts["two agents, gloo"] == 8 and outcome.counts["survivors"] == 15
 
 
 @pytest.mark.long

@@ -37,7 +37,6 @@ from torchdist_ref.errors import (
     text_of,
 )
 from torchdist_ref.groups.arguments import check_description, timeout_of
-from torchdist_ref.groups.meeting import meet, meet_on
 from torchdist_ref.groups.registration import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
     GroupMember,
@@ -52,6 +51,7 @@ from torchdist_ref.groups.world import (
     resolve,
 )
 from torchdist_ref.liveness import MemberWatch, backend_mismatch, both_sides
+from torchdist_ref.meeting import meet, meet_on
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 

@@ -1,26 +1,25 @@
-"""Creation of the group that torch makes for the backend `ref`: ranks authenticate each other, and connect.
+"""Creation of the group that torch makes for the backend `ref`: ranks meet, authenticate each other, and connect.
 
-Do not add the translation of calls (`process_group`) here.
+Do not add how the ranks find each other (`members`) or the translation of calls (`process_group`) here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as c10d
 
-from torchdist_ref.authentication import authenticate
+from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, RefProcessGroup
+from torchdist_ref.backends.ref_in_torch.members import members_met
+from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.errors import BackendArgumentError, explain
-from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.timeouts import from_torch
@@ -36,44 +35,25 @@ def create(torchs_options: Any) -> RefProcessGroup:
     if timeout <= timedelta(0):
         raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout, rank=o.group_rank))
     store = PrefixStore("ref", StoreFromTorch(o.store, timeout))
-    presence = Presence(store, o.group_rank, len(members))
-    watch = _watch(store, o.group_rank, members, operation, presence)
     seconds, store_calls = timeout.total_seconds(), StoreCalls()
     # Before any wait: a rank that hangs here has to answer requests for dumps.
     on_connected: list[Callable[[], None]] = [answer_requests()]
     call = StoreCall(operation, f"ranks={list(members)}", members)
     try:
-        with (
-            store_calls.recorded(call, f"{operation} of {name!r}", members, o.group_rank, seconds),
-            closing(presence),
-            watch.published(),
-        ):
-            for key, value in presence.announcement().items():
-                store.set(key, value)
+        with store_calls.recorded(call, f"{operation} of {name!r}", members, o.group_rank, seconds):
             world_size = 0 if is_world else c10d.get_world_size()
-            sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected, world_size)
-            membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
-            backend = Ref(membership)
-            register(backend.recorder, membership, "ref")
-            group = RefProcessGroup(backend, members, sealed, store_calls)
-            leave_at_end(group)
-            return group
+            keys = KeyAgreement(store, o.group_rank, o.group_size, on_connected, world_size)
+            with (
+                members_met(store, o.group_rank, members, operation, seconds, keys) as (watch, values),
+                watch.published(),
+            ):
+                sealed = keys.complete(watch.store, seconds, values)
+                membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
+                backend = Ref(membership)
+                register(backend.recorder, membership, "ref")
+                group = RefProcessGroup(backend, members, sealed, store_calls)
+                leave_at_end(group)
+                return group
     finally:
         for function in on_connected:
             function()
-
-
-def _watch(store: PrefixStore, rank: int, members: tuple[int, ...], operation: str, presence: Presence) -> MemberWatch:
-    """Return a watch over the members of a new group, who may have ended or left before they called `new_group`."""
-    world = c10d.group.WORLD
-    if not isinstance(world, CallsFromTorch):
-        return MemberWatch(store, rank, members, operation, presence.failure)
-    backend = world.backend
-
-    def find_failure(ranks: Sequence[int], description: str) -> BaseException | None:
-        return backend.failure([members[each] for each in ranks], description) or presence.failure(ranks, description)
-
-    def find_departure(ranks: Sequence[int], description: str) -> BaseException | None:
-        return backend.departure([members[each] for each in ranks], description)
-
-    return MemberWatch(store, rank, members, operation, find_failure, find_departure)

@@ -17,8 +17,8 @@ import torch
 
 import torchdist_ref as dist
 from tests.stores.store_helpers import server, torch_tcp
-from torchdist_ref.groups.meeting import Meeting
 from torchdist_ref.liveness import host_identity
+from torchdist_ref.meeting import Meeting
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run

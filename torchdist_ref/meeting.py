@@ -16,7 +16,8 @@ publishes it. Such checks are made only by ranks that wait, so they cost an undi
 Each step is one request: the greeting goes with the wait for the list, and what ranks need to know of each other next
 (`published` and `awaited` of a `Meeting`) goes with both.
 
-Do not add the creation of groups (`creation`) or rendezvous methods (`rendezvous`) here.
+`ref` inside torch meets here as well, for its world and for groups beside worlds of other backends. Do not add the
+creation of groups (`groups.creation`) or rendezvous methods (`rendezvous`) here.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ class Meeting:
         outlives_worlds: Whether the store is still used when the world has been destroyed.
         has_agent: Whether an agent serves the store, and ends the ranks of a failed attempt.
         began: Time at which the initialization began; now by default.
+        operation: The operation, for messages.
+        members: Global ranks of those who meet; from 0 to `size` - 1 by default.
 
     Attributes:
         store: The part of the store for this world, once `watched` has yielded; the whole store before.
@@ -147,8 +150,11 @@ class Meeting:
         outlives_worlds: bool = True,
         has_agent: bool = False,
         began: float | None = None,
+        operation: str = _OPERATION,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.store: Store = store
+        self._operation, self._members = operation, range(size) if members is None else members
         self.rank, self.size, self._began = rank, size, monotonic() if began is None else began
         self._whole, self._outlives_worlds, self._has_agent = store, outlives_worlds, has_agent
         self._worlds = PrefixStore(_WORLDS, store)
@@ -189,7 +195,7 @@ class Meeting:
             part = self.store = self._part(self._new_round())
             for key, value in self._published.items():
                 part.set(key, value)
-            yield MemberWatch(part, self.rank, range(self.size), _OPERATION, lambda ranks, description: None)
+            yield MemberWatch(part, self.rank, self._members, self._operation, lambda ranks, description: None)
             return
         deadline = Deadline(seconds)
         while True:
@@ -211,7 +217,7 @@ class Meeting:
     def _prepared(self, opened: Round) -> Iterator[MemberWatch]:
         """Prepare the announcement of this rank in a round; at the end, withdraw what the server publishes for it."""
         part = self._part(opened)
-        watch = MemberWatch(part, self.rank, range(self.size), _OPERATION, self._failure)
+        watch = MemberWatch(part, self.rank, self._members, self._operation, self._failure)
         # What rank 0 finds out about the others it publishes. An old round has old greetings.
         others = range(1, self.size) if self.rank == 0 else range(1)
         self._presence = Presence(part, self.rank, self.size, others, self._nonce, self._backend)
@@ -241,8 +247,8 @@ class Meeting:
 
     def _stalled(self, absent: Sequence[int] = (0,)) -> RankStalledError:
         return RankStalledError(
-            f"{_OPERATION} on rank {self.rank}: {rank_names(absent)} of {self.size} did not join in time. Every rank "
-            f"has to call it."
+            f"{self._operation} on rank {self._members[self.rank]}: {rank_names(absent, self._members)} of {self.size} "
+            f"did not join in time. Every rank has to call it."
         )
 
     # Rank 0
@@ -353,7 +359,7 @@ class Meeting:
             return None if last is None else self.find_claimant(Round.parse(last))
         # The ranks that have seen the other round learn of it there.
         error = self._claimed_twice()
-        MemberWatch(self._part(Round.parse(found)), 0, range(self.size), _OPERATION).publish(error)
+        MemberWatch(self._part(Round.parse(found)), 0, self._members, self._operation).publish(error)
         return error
 
     def find_claimant(self, opened: Round) -> Exception | None:
@@ -364,7 +370,7 @@ class Meeting:
         if opened.state == "open" and opened.nonce not in self._missed:
             return None
         earlier = self._part(opened)
-        if isinstance(known := read_failure(earlier, _OPERATION), RendezvousError):
+        if isinstance(known := read_failure(earlier, self._operation), RendezvousError):
             return known
         # A process that is about to end or to leave needs a moment.
         if monotonic() < self._began + _LEAVE_SECONDS:
@@ -378,8 +384,9 @@ class Meeting:
 
     def _claimed_twice(self) -> RendezvousError:
         return RendezvousError(
-            f"{_OPERATION}: two processes claim rank {self.rank} of {self.size}; one of them is pid {os.getpid()} on "
-            f"{os.uname().nodename}. Give each process a rank of its own: RANK, or the argument 'rank'."
+            f"{self._operation}: two processes claim rank {self.rank} of {self.size}; one of them is pid "
+            f"{os.getpid()} on {os.uname().nodename}. "
+            f"Give each process a rank of its own: RANK, or the argument 'rank'."
         )
 
     # Stores that other initializations use
