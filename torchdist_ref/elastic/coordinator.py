@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 
+from torchdist_ref.authentication import SECRET_FILE
 from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules, versions
 from torchdist_ref.elastic.session import (
     GONE,
@@ -140,13 +141,22 @@ class AgentCoordinator:
     def _welcome_agents(self) -> None:
         """Tell each new agent this session's random number, and prove to know the job token."""
         public, answered = PrefixStore(PREFIX, self._hellos_store), dict[str, None]()
+        warning = (
+            f"refused an agent or another program that does not know this job's token; a host that is missing says so "
+            f"itself. Name the same secret's file in {SECRET_FILE} on all hosts."
+        )
 
         def answer(hello: bytes, is_first: bool) -> None:
+            nonlocal warning
             text, _, code = hello.decode().partition(" ")
             nonce = bytes.fromhex(text).hex()
+            is_of_job = same_code(code, hello_code(self._secret, nonce))
             # An agent with another job token gets an answer too, by which it notices that, but when its turn comes.
-            if nonce in answered or not (is_first or same_code(code, hello_code(self._secret, nonce))):
+            if nonce in answered or not (is_first or is_of_job):
                 return
+            if warning and not is_of_job:
+                log.warning(warning)
+                warning = ""
             answered[nonce] = None
             if len(answered) > _ANSWERED_HELLOS:
                 del answered[next(iter(answered))]
