@@ -38,6 +38,9 @@ def from_torch(timeout: timedelta) -> timedelta:
 CHECK_SECONDS = 0.02
 """Interval at which a blocked wait checks for Ctrl-C and for failed peers, in seconds."""
 
+LONG_WAIT_SECONDS = 60.0
+"""Wait in a collective after which a rank logs, once for each group, for whom it waits: few calls take a minute."""
+
 MAX_SLEEP_SECONDS = 3600.0
 
 

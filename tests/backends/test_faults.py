@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ import torchdist_ref as dist
 from tests.outcomes import failing
 from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
+from torchdist_ref.transports import link
 
 # A loose bound: the goal of 100 ms is measured by the benchmark; a test on a busy machine must not be a timer.
 SOON = 2.0
@@ -205,6 +207,37 @@ def test_the_error_of_a_stalled_call_names_ranks_that_have_died() -> None:
         run(wait_for_one_who_lives, 3, ranks="processes")
     text = caught.value.outcomes[0].value
     assert "rank 2 did not arrive within 0.3 s" in text and "Meanwhile rank 1 died (pid " in text
+
+
+def test_a_long_wait_is_logged_once_for_each_group(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the time-out, half an hour by default, a rank that waited in vain said nothing."""
+    monkeypatch.setattr(link, "LONG_WAIT_SECONDS", 0.01)
+    logged = [threading.Event() for _ in range(3)]
+
+    class Notice(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            next(event for event in logged if not event.is_set()).set()
+
+    def come_late(rank: int) -> None:
+        groups = [dist.new_group(), dist.new_group()]
+        for number in range(3):
+            # The third wait is long, too.
+            assert rank == 0 or logged[number].wait(20 if number < 2 else 0.1) == (number < 2)
+            dist.all_reduce(torch.ones(2), group=groups[number % 2])
+
+    notice = Notice()
+    link.log.addHandler(notice)
+    try:
+        run(come_late, 2, ranks="threads")
+    finally:
+        link.log.removeHandler(notice)
+    first, second = (message for message in caplog.messages if "has waited" in message)
+    assert first.startswith("call 0, all_reduce(reduction=sum) of float32 [2] on rank 0 of group 'group 1' has waited")
+    assert "has waited 0.01 s for rank 1, which has made no collective on this group yet. To see where all" in first
+    assert f"python -m torchdist_ref.debug --request PID ... with their pids (this one is {os.getpid()})" in first
+    assert "of group 'group 2'" in second
 
 
 def ignore_a_death_elsewhere(rank: int) -> list[float]:

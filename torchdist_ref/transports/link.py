@@ -23,6 +23,7 @@ Do not add algorithms here: they are schedules.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ from torchdist_ref.errors import (
     text_of,
 )
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, is_stopped
-from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.timeouts import CHECK_SECONDS, LONG_WAIT_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
 from torchdist_ref.transports.segment import (
     ABORTED,
@@ -61,6 +62,7 @@ from torchdist_ref.transports.segment import (
 _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
 _ABORTED = " aborted: "
+log = logging.getLogger("torchdist_ref.transports")
 _ADVICE = "The call may have completed on some ranks. Destroy the group and start again from a checkpoint."
 
 
@@ -109,6 +111,7 @@ class Link:
         self.leaving = False
         # Peers that have yet to join, and the watch over them.
         self._joining: set[int] = set()
+        self._has_logged_wait = False
         self._watch: MemberWatch | None = None
 
     def write(self, offset: int, values: Tensor) -> None:
@@ -222,6 +225,8 @@ class Link:
                 published = True
             call = description if only_peer else self._numbered(description)
             error = self.failure([peer] if only_peer else None, call)
+            if not (only_peer or self._has_logged_wait) and monotonic() > deadline - seconds + LONG_WAIT_SECONDS:
+                self._log_wait(peer, call)
             if error is None and monotonic() >= deadline:
                 error = self.stall_error(peer, call, seconds)
             if error is not None:
@@ -343,6 +348,21 @@ class Link:
             f"Inspect that rank, or pass a longer timeout to init_process_group or new_group."
             f"{self.deaths()}"
         ).naming(self.members[rank] for rank in chain[-1:])
+
+    def _log_wait(self, peer: int, description: str) -> None:
+        """Log for whom a collective waits: until the time-out, half an hour by default, nothing else would be seen."""
+        self._has_logged_wait = True
+        rank = self._waiting_chain(peer)[-1]
+        log.warning(
+            "%s has waited %g s for %s, which %s. %sTo see where all ranks are: "
+            "python -m torchdist_ref.debug --request PID ... with their pids (this one is %d). Logged once a group.",
+            self.context(description),
+            LONG_WAIT_SECONDS,
+            self.rank_names([rank]),
+            self._state(rank),
+            self._stop_of(rank),
+            os.getpid(),
+        )
 
     def awaited(self, peer: int | None = None) -> tuple[str, list[int]]:
         """Return the rank that a call waits for, as a sentence and as global ranks; both empty if none.
