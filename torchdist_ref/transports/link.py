@@ -352,7 +352,7 @@ class Link:
     def _log_wait(self, peer: int, description: str) -> None:
         """Log for whom a collective waits: until the time-out, half an hour by default, nothing else would be seen."""
         self._has_logged_wait = True
-        rank = self._waiting_chain(peer)[-1]
+        *_, rank = self._waiting_chain(peer)
         log.warning(
             "%s has waited %g s for %s, which %s. %sTo see where all ranks are: "
             "python -m torchdist_ref.debug --request PID ... with their pids (this one is %d). Logged once a group.",
