@@ -17,6 +17,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.stores.store_helpers import server, torch_tcp
+from torchdist_ref import timeouts
 from torchdist_ref.liveness import host_identity
 from torchdist_ref.meeting import Meeting
 from torchdist_ref.stores import HashStore, TCPStore
@@ -371,3 +372,21 @@ def test_a_rank_other_than_0_names_those_that_did_not_join() -> None:
     text = "on rank 2: rank 1 of 3 did not join in time. Every rank has to call it."
     assert errors[2] == f"init_process_group {text}"
     assert errors[0] == f"init_process_group on rank 0: rank 2 failed: init_process_group {text}"
+
+
+def test_a_rank_that_waits_long_logs_once_who_is_absent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the time-out, half an hour by default, nothing was seen of a rank that nobody had started."""
+    monkeypatch.setattr(timeouts, "LONG_WAIT_SECONDS", 0.01)
+
+    def wait(rank: int, seconds: float) -> None:
+        with pytest.raises(dist.RankStalledError), Meeting(HashStore(), rank, 3).watched(seconds):
+            pass
+
+    wait(0, 0.1)
+    wait(2, 0.1)
+    assert caplog.messages == [
+        f"init_process_group on {waits}. Each of its 3 ranks has to call it."
+        for waits in ("rank 0 has waited 0.01 s for ranks 1, 2", "rank 2 has waited 0.01 s for rank 0")
+    ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import signal
@@ -39,13 +40,15 @@ from torchdist_ref.errors import (
     UnsupportedError,
     at_limit,
     in_context,
+    rank_names,
     text_of,
 )
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
-from torchdist_ref.timeouts import found_soon
+from torchdist_ref.timeouts import LongWait, found_soon
 from torchdist_ref.witness import is_gone, own_witness, release_pidfd, share_pidfd
 
+log = logging.getLogger("torchdist_ref.groups")
 _FAILURE_KEY, GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
 _OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
@@ -225,6 +228,7 @@ class MemberWatch:
         operation: The operation, for messages.
         find_failure: Function that finds ended processes among the members.
         find_departure: Function that finds members that have left a group of theirs, and so cannot do their part.
+        find_absent: Function that finds members that have not come yet, for the log; None where that is not known.
 
     Attributes:
         store: The same store; its waits fail with the first failure of a member.
@@ -249,6 +253,7 @@ class MemberWatch:
         operation: str,
         find_failure: FindFailure = _no_failure,
         find_departure: FindFailure = _no_failure,
+        find_absent: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._rank, self._members = rank, tuple(members)
         self._find_failure, self._find_departure = find_failure, find_departure
@@ -256,6 +261,7 @@ class MemberWatch:
         self._others = [other for other in range(len(self._members)) if other != rank]
         self.operation = operation
         self._place = f"{operation} on rank {self._members[rank]}"
+        self._find_absent, self._wait = find_absent, LongWait()
         self.store = self.over(store)
 
     def over(self, store: PrefixStore, awaited: Callable[[], Sequence[int]] | None = None) -> WatchedStore:
@@ -280,6 +286,8 @@ class MemberWatch:
             ranks: Members whose end counts; None: all others. A published error counts in any case.
         """
         concerned = self._others if ranks is None else ranks
+        if self._wait.is_due():
+            self._log_wait(concerned)
         # Ranks that have raised the first failure may have ended since: what they published is the cause.
         if (published := self._published()) is not None:
             return published
@@ -288,6 +296,16 @@ class MemberWatch:
             # A member that has done its part may leave. It waits for the same keys: none is missing then.
             failure = self._find_departure(concerned, self.operation)
         return None if failure is None else self._published() or failure
+
+    def _log_wait(self, ranks: Sequence[int]) -> None:
+        """Log for whom this rank has waited long: nothing else is seen until the time-out, half an hour by default."""
+        with contextlib.suppress(RuntimeError):
+            absent = ranks if self._find_absent is None else self._find_absent()
+            some = "some of " if self._find_absent is None and len(absent) > 1 else ""
+            if absent:
+                names = rank_names(absent, self._members)
+                text = "%s has waited %g s for %s%s. Each of its %d ranks has to call it."
+                log.warning(text, self._place, self._wait.seconds, some, names, len(self._members))
 
     def _published(self) -> BaseException | None:
         return read_failure(self._store, self._place, self._members)

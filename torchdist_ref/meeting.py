@@ -23,12 +23,14 @@ creation of groups (`groups.creation`) or rendezvous methods (`rendezvous`) here
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
@@ -59,8 +61,9 @@ from torchdist_ref.liveness import (
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
-from torchdist_ref.timeouts import CHECK_SECONDS, STORE_TIMEOUT, Deadline
+from torchdist_ref.timeouts import CHECK_SECONDS, STORE_TIMEOUT, Deadline, LongWait
 
+log = logging.getLogger("torchdist_ref.groups")
 _RECONNECT_SECONDS = 0.001
 _FIRST_PAUSE_SECONDS = 0.0002
 _LEAVE_SECONDS = 0.3
@@ -171,6 +174,7 @@ class Meeting:
         self._presence: Presence | None = None
         self._met = False
         self._doubtful_until: float | None = None
+        self._long_wait = LongWait()
 
     @contextmanager
     def watched(
@@ -217,7 +221,8 @@ class Meeting:
     def _prepared(self, opened: Round) -> Iterator[MemberWatch]:
         """Prepare the announcement of this rank in a round; at the end, withdraw what the server publishes for it."""
         part = self._part(opened)
-        watch = MemberWatch(part, self.rank, self._members, self._operation, self._failure)
+        absent = partial(self._absent, opened)
+        watch = MemberWatch(part, self.rank, self._members, self._operation, self._failure, find_absent=absent)
         # What rank 0 finds out about the others it publishes. An old round has old greetings.
         others = range(1, self.size) if self.rank == 0 else range(1)
         self._presence = Presence(part, self.rank, self.size, others, self._nonce, self._backend)
@@ -242,8 +247,17 @@ class Meeting:
         try:
             return store.wait_get(awaited, remaining, announced, (f"{opened.nonce}/{key}", text))
         except StoreTimeoutError as error:
-            absent = [rank for rank in range(self.size) if not store.check([f"{opened.nonce}/present/{rank}"])]
-            raise self._stalled(absent or [0]) from error
+            raise self._stalled(self._absent(opened) or [0]) from error
+
+    def _absent(self, opened: Round) -> list[int]:
+        return [rank for rank in range(self.size) if not self._worlds.check([f"{opened.nonce}/present/{rank}"])]
+
+    def _log_long_wait(self) -> None:
+        """Log that there is no round yet, when this rank has waited long. In a round, its watch does that."""
+        if self._long_wait.is_due():
+            text = "%s on rank %d has waited %g s for %s. Each of its %d ranks has to call it."
+            rank_0 = rank_names([0], self._members)
+            log.warning(text, self._operation, self._members[self.rank], self._long_wait.seconds, rank_0, self.size)
 
     def _stalled(self, absent: Sequence[int] = (0,)) -> RankStalledError:
         return RankStalledError(
@@ -285,6 +299,7 @@ class Meeting:
                 raise error
             if deadline.passed():
                 raise self._stalled()
+            self._log_long_wait()
             sleep(pause)
             pause = min(2 * pause, CHECK_SECONDS)
 
@@ -294,7 +309,7 @@ class Meeting:
             if (found := self._worlds.get_if_present(_ROUND)) is not None:
                 return self._inherit(Round.parse(found))
             self.store_is_new = True
-        worlds = WatchedStore(_WORLDS, self._whole, lambda: None)
+        worlds = WatchedStore(_WORLDS, self._whole, self._log_long_wait)
         try:
             return Round.parse(worlds.wait_get([_ROUND], timedelta(seconds=deadline.remaining()))[0])
         except StoreTimeoutError as error:

@@ -1,4 +1,4 @@
-"""Time-outs of the library: the defaults, the interval of a wait's checks, and `Deadline`.
+"""Time-outs of the library: the defaults, the interval of a wait's checks, `Deadline` and `LongWait`.
 
 Python runs signal handlers on the main thread, between two bytecode instructions. A main thread that sleeps in one long
 system call can miss the wake-up, because the kernel may deliver the signal to another thread. So a blocking wait wakes
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from math import inf
 
 STORE_TIMEOUT = timedelta(minutes=5)
 """Default time that an operation of a store waits for a missing key."""
@@ -39,7 +40,7 @@ CHECK_SECONDS = 0.02
 """Interval at which a blocked wait checks for Ctrl-C and for failed peers, in seconds."""
 
 LONG_WAIT_SECONDS = 60.0
-"""Wait in a collective after which a rank logs, once for each group, for whom it waits: few calls take a minute."""
+"""Wait after which a rank logs for whom it waits: few calls take a minute."""
 
 MAX_SLEEP_SECONDS = 3600.0
 
@@ -74,6 +75,27 @@ class Deadline:
     def sleep_seconds(self) -> float:
         """Return how long to sleep before the next check, in seconds."""
         return min(self.remaining(), max_sleep())
+
+
+class LongWait:
+    """A wait that is worth a line of the log when it has become long, once.
+
+    Attributes:
+        seconds: duration from which it is long.
+    """
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = LONG_WAIT_SECONDS
+        self._at = time.monotonic() + self.seconds
+
+    def is_due(self) -> bool:
+        """Return whether the wait has become long since the last call of this method."""
+        if time.monotonic() < self._at:
+            return False
+        self._at = inf
+        return True
 
 
 def max_sleep() -> float:

@@ -20,6 +20,7 @@ import torch.distributed
 from tests.stores.store_helpers import LossyRelay, in_child, server, torch_tcp
 from tests.stores.store_model import machine
 from tests.torch_versions import needs_torch
+from torchdist_ref import timeouts
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
 from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import client as client_module
@@ -371,6 +372,20 @@ def test_listener_that_never_accepts_is_a_timeout() -> None:
         with pytest.raises(DistNetworkError, match=r"no connection to 127.0.0.1:\d+ within 0.3 s"):
             TCPStore(HOST, deaf.getsockname()[1], timeout=timedelta(seconds=0.3))
         assert time.monotonic() - start < 2
+
+
+def test_a_server_that_is_not_reached_for_long_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "LONG_WAIT_SECONDS", 0.01)
+    with socket.socket() as reserved:
+        reserved.bind((HOST, 0))
+        port = reserved.getsockname()[1]
+        with pytest.raises(DistNetworkError, match="ECONNREFUSED"):
+            TCPStore(HOST, port, timeout=timedelta(seconds=0.2))
+    [message] = caplog.messages
+    assert message.startswith(f"TCPStore: no connection to {HOST}:{port} within 0.01 s ([Errno 111] ECONNREFUSED")
+    assert "trying for 0 s more. Check that rank 0, which runs the store, is up" in message
 
 
 def test_connection_refused_until_the_timeout() -> None:

@@ -234,6 +234,7 @@ class ClientConnection:
                 retry = not self._server.reached or (isinstance(error, ConnectionLost) and pause < 0.1)
                 if deadline.passed() or not retry or advice_on_limit(error):
                     raise unreachable(self._server, error, deadline) from error
+                self._server.note(error, deadline)
                 sleep(min(pause, deadline.remaining()))
                 pause = min(pause * 1.5, 0.25)
 

@@ -7,14 +7,17 @@ here: `client` has requests and responses.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, advice_on_limit
 from torchdist_ref.stores import sockets
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.timeouts import Deadline, LongWait
+
+logger = logging.getLogger("torchdist_ref.stores")
 
 
 class ConnectionLost(Exception):
@@ -38,6 +41,7 @@ class ServerAddress:
         reached: whether a connection was ever opened.
         is_ours: whether it is a server of this library.
         identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
+        wait: the wait until it is reached.
     """
 
     host: str
@@ -45,9 +49,22 @@ class ServerAddress:
     reached: bool = False
     is_ours: bool = False
     identity: bytes | None = None
+    wait: LongWait = field(default_factory=LongWait, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+    def note(self, error: BaseException, deadline: Deadline) -> None:
+        """Take note that it was not reached; log that once, when it has taken long."""
+        if self.wait.is_due():
+            logger.warning(
+                "TCPStore: no connection to %s within %g s (%s); trying for %.0f s more. Check that rank 0, which runs "
+                "the store, is up and uses the same MASTER_ADDR and MASTER_PORT.",
+                self,
+                self.wait.seconds,
+                error,
+                deadline.remaining(),
+            )
 
 
 def open_socket(server: ServerAddress, deadline: Deadline) -> socket.socket:
