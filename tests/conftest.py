@@ -28,6 +28,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `nohup` has them ignore that the terminal is gone; some tests send that signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Hypothesis measures how long an example takes, which on a busy machine says nothing. A machine with a GPU may lack it.
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
+
 TIMEOUT_SECONDS = 3.0
 # multiprocessing starts these once per process and keeps them.
 KEPT = ("resource_tracker", "forkserver")
