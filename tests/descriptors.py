@@ -1,4 +1,4 @@
-"""Limits on the descriptors of a process: for forks of a test that find none, or few, to open."""
+"""Descriptors and shared memory: limits for forks of a test that find few to open, and names that may be left."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def use_all_descriptors(free: int = 0) -> None:
         while True:
             os.open(os.devnull, os.O_RDONLY)
     resource.setrlimit(resource.RLIMIT_NOFILE, (end + free, hard))
+
+
+def shared_files() -> set[str]:
+    """Names of shared memory, except those of MPI: another worker may be running its tests."""
+    of_mpi = ("mpi", "vader", "sm_segment")
+    return {name for name in os.listdir("/dev/shm") if not any(part in name for part in of_mpi)}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.descriptors import shared_files
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref.backend import MOST_PLANS
 from torchdist_ref.groups.world import default_group
@@ -20,10 +21,6 @@ from torchdist_ref.transports.shared_memory import PeerProcesses
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def shared_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 def use_a_group(rank: int, size: int) -> None:

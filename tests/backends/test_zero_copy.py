@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
+from tests.descriptors import shared_files
 from torchdist_ref.backends.ref.steps import Step
 from torchdist_ref.backends.ref.zero_copy import DIVIDED, SCHEDULES, RegisteredPath
 from torchdist_ref.schedules import verify
@@ -308,13 +309,13 @@ def survive(rank: int) -> str:
 
 
 def test_survivors_name_the_dead_rank_and_nothing_is_left() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL") as caught:
         run(survive, 3, ranks="processes")
     for rank in (0, 2):
         assert "rank 1 died" in caught.value.outcomes[rank].value
         assert caught.value.outcomes[rank].value.endswith(" 1500000")
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_files() - before == set()
 
 
 def between_hosts(rank: int, path: str) -> bool:
