@@ -15,10 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from torchdist_ref.elastic import coordinator, session
 from torchdist_ref.elastic.host_agent import agent_settings
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.errors import ArgumentError, RankDiedError
 from torchdist_ref.launcher.api import LaunchConfig, launch_agent
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of one process share its interpreter: on a busy machine, a launcher can be silent for a second."""
+    for module in (coordinator, session):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 20.0)
 
 
 def launch(
