@@ -1,8 +1,8 @@
 """Program of `tests.soak.restarts`: one rank of a job that a planned rank ends, once in each attempt.
 
 Arguments: a folder that all ranks share, the backend, the number of failures. With the backend ``torch:ref``, ranks use
-torch's functions on `ref`. Attempts are counted by the failures so
-far, not by the launcher's variables, which differ between two agents.
+torch's functions on `ref`. Attempts are counted by the failures so far, not by the launcher's variables, which differ
+between two agents.
 """
 
 from __future__ import annotations
