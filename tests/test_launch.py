@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import reserve_port
 from tests.process_ends import all_ended
-from torchdist_ref.elastic.bootstrap import get_free_port
 
 ROOT = Path(__file__).parent.parent
 WAIT = "import signal\nwhile True: signal.pause()\n"
@@ -397,7 +397,7 @@ def test_an_agent_whose_output_nobody_reads_ends_with_the_job(tmp_path: Path) ->
     (tmp_path / "script.py").write_text("while True: print('x' * 1000)\n")
     with contextlib.ExitStack() as stack:
         launchers = []
-        port, null = str(get_free_port()), subprocess.DEVNULL
+        port, null = str(reserve_port()), subprocess.DEVNULL
         for number, output in enumerate((null, subprocess.PIPE)):
             arguments = command("--nnodes", "2", "--node-rank", str(number), "--master-port", port, "script.py")
             launcher = subprocess.Popen(arguments, cwd=tmp_path, env=environment(), stdout=output, stderr=null)

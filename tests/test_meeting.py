@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.ports import reserve_port
 from tests.stores.store_helpers import server, torch_tcp
 from torchdist_ref import timeouts
 from torchdist_ref.liveness import host_identity
@@ -113,8 +113,7 @@ def outcomes(
     method: str, size: int, tmp_path: Path, program: Callable[..., Any], argument: Any
 ) -> list[tuple[str, str, float]]:
     server = TCPStore("127.0.0.1", 0, is_master=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = reserve_port()
     where = {"env://": str(port), "tcp://": f"127.0.0.1:{port}", "file://": str(tmp_path / "file")}
     place = where.get(method, str(server.port))
     found: list[tuple[str, str, float]] = run(program, size, method, place, argument, ranks="processes", init=False)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections import Counter
-from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch.distributed as c10d
 from torch import Tensor, nn
 
 from tests.backends.inside_torch import compared, kept
+from tests.ports import reserve_port
 from torchdist_ref.testing import fill, run
 
 STEPS, SIZE = 3, 2
@@ -49,11 +48,6 @@ def launched(rank: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
     return {**{name: str(value) for name, value in place.items()}, **names}
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        return int(probe.getsockname()[1])
 
 
 def fit(backend: str) -> tuple[list[Tensor], Counter[str]]:
@@ -141,7 +135,7 @@ def same(results: list[tuple[list[Tensor], list[Tensor], Counter[str]]], ops: se
 def test_lightning_trains_the_same() -> None:
     # Here, so that the ranks are forked with it and need not load it each.
     import_module("lightning.pytorch.strategies")
-    ports = {"ref": free_port(), "gloo": free_port()}
+    ports = {"ref": reserve_port(), "gloo": reserve_port()}
     same(run(lightning_rank, SIZE, ports, init=False, ranks="processes", timeout=60.0), {"all_reduce", "broadcast"})
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from tests.backends.inside_torch import kept
+from tests.ports import reserve_port
 from torchdist_ref.backends.torch_native.stores import AddressStore, StoreForTorch, StoreFromTorch
 from torchdist_ref.testing import fill, run
 
@@ -64,8 +63,7 @@ def on_torchs_client(rank: int, port: int) -> tuple[list[float], int]:
 
 
 def test_ref_inside_torch_over_torchs_server() -> None:
-    with closing(socket.create_server((HOST, 0))) as probe:
-        port = probe.getsockname()[1]
+    port = reserve_port()
     twice = ((fill(0, (5,)) + fill(1, (5,))) * 2).tolist()
     assert run(on_torchs_client, 2, port, init=False, ranks="processes") == [(twice, 2)] * 2
 

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from tests.docs import pages
-from torchdist_ref.elastic.bootstrap import get_free_port
+from tests.ports import reserve_port
 from torchdist_ref.testing import run
 
 SCRIPT = pages.DOCS / "how-to" / "train_lightning.py"
@@ -20,7 +20,7 @@ def test_it_prints_what_the_page_shows() -> None:
 
     text = SCRIPT.read_text(encoding="utf-8")
     source = compile(text, str(SCRIPT), "exec")
-    port = str(get_free_port())
+    port = str(reserve_port())
 
     def launched(rank: int) -> str:
         number = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

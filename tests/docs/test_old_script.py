@@ -6,9 +6,9 @@ import os
 import subprocess
 
 import pytest
-from torchdist_ref.elastic.utils.distributed import get_free_port
 
 from tests.docs import pages
+from tests.ports import reserve_port
 
 FOLDER = pages.DOCS / "how-to"
 
@@ -24,7 +24,7 @@ def test_it_trains_on_processes_that_it_spawns(
         file.write(source.replace('"gloo"', f'"{backend}"'))
     answer = subprocess.run(
         [python_with_torch, script],
-        env={**os.environ, "MASTER_PORT": str(get_free_port()), "PYTHONPATH": str(pages.ROOT)},
+        env={**os.environ, "MASTER_PORT": str(reserve_port()), "PYTHONPATH": str(pages.ROOT)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.docs import pages
+from tests.ports import reserve_port
 from tests.test_job_environment import STARTED, environment
-from torchdist_ref.elastic.bootstrap import get_free_port
 
 HOW_TO = pages.DOCS / "how-to"
 # As srun does, for each task: its own number and those of its host and its place there.
@@ -78,7 +78,7 @@ def batch(number: int, folder: Path, script: str, python: str = sys.executable) 
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", job, re.MULTILINE))
     hosts, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])
     (folder / "train.py").write_text(script)
-    (folder / "job.sh").write_text(job.replace(":29400", f":{get_free_port()}"))
+    (folder / "job.sh").write_text(job.replace(":29400", f":{reserve_port()}"))
     program(folder / "srun", SRUN)
     program(folder / "scontrol", f"#!/bin/sh\nyes localhost | head -n {hosts}\n")
     subprocess.run(["sh", "-c", texts("slurm", "sh")[0]], env={**os.environ, "HOME": str(folder)}, check=True)
@@ -129,7 +129,7 @@ def test_pods_of_a_kubernetes_job(tmp_path: Path) -> None:
     (tmp_path / "secret" / "token").write_text("a token of more than sixteen bytes")
     *shell, text = container["command"]
     text = text.replace(f"{mount['mountPath']}/", f"{tmp_path}/secret/").replace("/tmp/token", "token-$MY_INDEX")
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
     pods = [
         ([*shell, text], {**variables, "JOB_COMPLETION_INDEX": str(index), "MY_INDEX": str(index)})
         for index in range(spec["completions"])

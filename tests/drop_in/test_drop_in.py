@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import socket
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +21,7 @@ import torchdist_ref.backends.ref
 import torchdist_ref.parallel.distributed_data_parallel  # noqa: F401
 from tests.covering import covering
 from tests.drop_in import packages
+from tests.ports import reserve_port
 from torchdist_ref.testing import run
 
 # Forked ranks have these modules and those above loaded: each would import them for seconds.
@@ -79,8 +79,7 @@ def execute(rank: int, world: int, name: str, port: int, environment: dict[str, 
 
 def launched(name: str, world: int, backend: str, folder: Path, ours: bool) -> list[list[Any]]:
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = reserve_port()
     environment = {"BACKEND": backend, "FOLDER": str(folder)}
     return run(execute, world, world, name, port, environment, ours, ranks="processes", init=False, timeout=60)
 

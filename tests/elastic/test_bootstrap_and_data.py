@@ -20,6 +20,7 @@ from torchdist_ref.elastic.utils.data import CyclingIterator, ElasticDistributed
 from torchdist_ref.elastic.utils.logging import get_logger
 
 import torchdist_ref as dist
+from tests.ports import reserve_port
 from torchdist_ref.elastic import utils
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.testing import run
@@ -151,7 +152,7 @@ def theirs_tcp(**options: Any) -> Any:
 
 @pytest.mark.parametrize("ours_serves", [True, False])
 def test_ours_and_torchs_create_one_store(ours_serves: bool) -> None:
-    port = distributed.get_free_port()
+    port = reserve_port()
     make = [distributed.create_c10d_store, their_distributed.create_c10d_store]
     server, client = make if ours_serves else reversed(make)
     found = together(

@@ -15,8 +15,8 @@ import pytest
 
 from tests.elastic.agents import Agents, is_running
 from tests.elastic.scenarios import SCENARIOS, check_ranks, three_hosts
+from tests.ports import reserve_port
 from torchdist_ref.elastic import host_agent
-from torchdist_ref.elastic.bootstrap import get_free_port
 from torchdist_ref.elastic.host_agent import AgentSettings, _HostAgent, run_agent
 from torchdist_ref.elastic.roster import HostInfo, Progress, Rules
 from torchdist_ref.elastic.session import AgentSession, CoordinatorLost
@@ -30,7 +30,7 @@ from torchdist_ref.timeouts import Deadline
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[Agents]:
     """Agents on this host, whose rendezvous is on a free port."""
-    with Agents(tmp_path, port=get_free_port()) as made:
+    with Agents(tmp_path, port=reserve_port()) as made:
         yield made
 
 
@@ -191,7 +191,7 @@ def test_an_agent_whose_coordinators_are_lost_again_and_again_gives_up(
     monkeypatch.setattr(_HostAgent, "_enter", enter_after_attempts)
     monkeypatch.setattr(_HostAgent, "_leave_session", leave_in_time)
     rules = Rules("job", 2, 2, join_seconds=0.3)
-    settings = AgentSettings(rules, "127.0.0.1", get_free_port(), 1, serves=True)
+    settings = AgentSettings(rules, "127.0.0.1", reserve_port(), 1, serves=True)
     quiet, other = socket.socketpair()
     with quiet, other:
         end = run_agent(settings, NoWorkers(quiet), lines.append)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import reserve_port
 from torchdist_ref.elastic import coordinator, session
 from torchdist_ref.elastic.host_agent import agent_settings
 from torchdist_ref.elastic.roster import Rules
@@ -23,7 +21,7 @@ from torchdist_ref.launcher.api import LaunchConfig, launch_agent
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of one process share its interpreter: on a busy machine, a launcher can be silent for a second."""
     for module in (coordinator, session):
         monkeypatch.setattr(module, "SILENCE_SECONDS", 20.0)
@@ -45,16 +43,8 @@ def launch(
         return error
 
 
-def port_of_no_client() -> int:
-    """Return a free port that the kernel gives to no client: without its server, the second host waits for long."""
-    for port in random.sample(range(15_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
-
-
 def both(script: str | Callable[[], object], **settings: object) -> list[object]:
-    port = port_of_no_client()
+    port = reserve_port()
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda rank: launch(rank, port, script, **settings), range(2)))
 

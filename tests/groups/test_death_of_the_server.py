@@ -13,7 +13,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
-from tests.groups.test_ranks_that_left import free_port
+from tests.ports import reserve_port
 from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.meeting import Meeting
 from torchdist_ref.stores import PrefixStore
@@ -36,7 +36,7 @@ def end() -> None:
 @pytest.mark.parametrize("name", ["new_group", "split_group"])
 def test_its_death_before_a_group_is_made_is_named(name: str, members: list[int], hosts: str) -> None:
     """Also where it is no member of the new group, and by a rank that is none either."""
-    port = free_port()
+    port = reserve_port()
     calls = {"new_group": lambda: dist.new_group(members), "split_group": lambda: dist.split_group(None, [members])}
 
     def program(number: int) -> None:
@@ -57,7 +57,7 @@ def test_its_death_before_a_group_is_made_is_named(name: str, members: list[int]
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_its_death_in_the_initialization_is_named(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have read only the round of rank 0, which tells its process."""
-    port, gate = free_port(), multiprocessing.get_context("fork").Barrier(2)
+    port, gate = reserve_port(), multiprocessing.get_context("fork").Barrier(2)
     greet = Meeting._greet
 
     def greet_a_dead_rank_0(self: Meeting, watch: Any, opened: Any, deadline: Any) -> bool:
@@ -79,7 +79,7 @@ def test_its_death_in_the_initialization_is_named(hosts: str, monkeypatch: pytes
 @pytest.mark.parametrize("ends", ["dies", "fails"])
 def test_its_end_before_it_opens_a_round_is_named(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the others took the server for that of the last world, and connected again until the time-out."""
-    port, all_looked = free_port(), multiprocessing.get_context("fork").Barrier(WORLD)
+    port, all_looked = reserve_port(), multiprocessing.get_context("fork").Barrier(WORLD)
     look = PrefixStore.get_if_present
 
     def look_at_once(store: PrefixStore, key: Any) -> bytes | None:
@@ -104,7 +104,7 @@ def test_its_end_before_it_opens_a_round_is_named(ends: str, monkeypatch: pytest
 
 def test_its_failure_in_the_initialization_leaves_time_to_read_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2, of another host, looks seldom; the store with the cause once was gone by then."""
-    port = free_port()
+    port = reserve_port()
 
     def program(rank: int) -> None:
         if rank == CULPRIT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.ports import reserve_port
 from tests.torchs_world import start_torch
 from torchdist_ref.testing import fill, run
 
@@ -70,8 +70,7 @@ def test_groups_of_a_mesh_carry_calls_along_one_dimension() -> None:
 
 
 def test_a_mesh_initializes_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(reserve_port())
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torchdist_ref as dist
 import torchdist_ref.groups.world
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, errors_of_survivors
 from tests.outcomes import failing
+from tests.ports import reserve_port
 from torchdist_ref.testing import RankError, run
 
 SOON = 2.0
@@ -29,11 +29,6 @@ CALLS: dict[str, Callable[[], Any]] = {
 HOSTS = ["AAA", "AAB", "ABA"]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def initialize(rank: int, port: int, hosts: str) -> None:
     os.environ["TORCHDIST_REF_HOST_ID"] = f"host {hosts[rank]}"
     where, size = f"tcp://127.0.0.1:{port}", len(hosts)
@@ -42,7 +37,7 @@ def initialize(rank: int, port: int, hosts: str) -> None:
 
 def errors_without_the_culprit(hosts: str, leave: Callable[[], None], call: Callable[[], Any]) -> list[str]:
     """Return the errors of a call of the survivors, after the culprit has left; its process lives on."""
-    port, began = free_port(), time.monotonic()
+    port, began = reserve_port(), time.monotonic()
 
     def program(rank: int) -> None:
         initialize(rank, port, hosts)
@@ -95,7 +90,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 )
 def test_a_rank_that_leaves_after_a_death_elsewhere_passes_its_cause_on(leave: str, wait: str, hosts: str) -> None:
     """Rank 1 dies in a group with rank 0, which leaves. Rank 2 shares another group with rank 0 only."""
-    port = free_port()
+    port = reserve_port()
 
     def program(rank: int) -> None:
         initialize(rank, port, hosts)
@@ -178,7 +173,7 @@ def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str,
 @pytest.mark.parametrize("hosts", ["AAAA", "ABAB", "ABAC"])
 def test_a_second_death_is_named_by_a_rank_that_shrinks_late(hosts: str) -> None:
     with pytest.raises(RankError) as caught:
-        run(shrink_when_rank_0_has_ended, 4, free_port(), hosts, ranks="processes", init=False)
+        run(shrink_when_rank_0_has_ended, 4, reserve_port(), hosts, ranks="processes", init=False)
     kind, text, seconds = caught.value.outcomes[3].value
     assert kind == "RankDiedError" and "shrink_group" in text and "rank 2 died" in text, (kind, text, caught.value)
     assert seconds < SOON

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.ports import reserve_port
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.testing import run
 
@@ -42,8 +42,7 @@ def test_on_the_store_of_a_launcher() -> None:
 
 @pytest.mark.parametrize("method", ["env://", "tcp://127.0.0.1:{}"])
 def test_on_one_port_where_rank_0_serves_the_store(method: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = reserve_port()
     results = run(initialize_again, WORLD, method.format(port), port, False, ranks="processes", init=False)
     assert results == [EXPECTED] * WORLD
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.ports import reserve_port
 from torchdist_ref.testing import RankError, fill, run
 
 # Measured below 0.5 s; on a busy machine it may be more. A wait for a time-out would take 30 s.
@@ -85,8 +85,7 @@ def without_the_server(rank: int, port: int, hosts: bool) -> Any:
 
 @pytest.mark.parametrize("hosts", [False, True], ids=["shared memory", "TCP"])
 def test_ranks_continue_without_the_one_that_served_the_store(hosts: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = reserve_port()
     with pytest.raises(RankError) as caught:
         run(without_the_server, 4, port, hosts, ranks="processes", init=False)
     sums = [total(0, 1, 2, 3), total(1, 2, 3), total(2, 3)]

@@ -20,11 +20,11 @@ import pytest
 import torch.distributed.launcher.api as theirs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torchdist_ref.elastic.utils.distributed import get_free_port
 
 import torchdist_ref as dist
 from tests.groups.surface_table import signature
 from tests.launcher import jobs
+from tests.ports import reserve_port
 from tests.process_ends import answer_of_child
 from tests.torch_versions import needs_torch
 from torchdist_ref import launcher
@@ -71,7 +71,7 @@ def test_the_store_has_no_client_until_a_rank_makes_one() -> None:
 
 
 def test_port_of_the_store() -> None:
-    port = get_free_port()
+    port = reserve_port()
     found = launch_agent(config(1, rdzv_backend="static", rdzv_endpoint=f"localhost:{port}"), jobs.port_of_store, [])
     assert found == {0: str(port)}
 

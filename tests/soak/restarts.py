@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tests.ports import reserve_port
 from tests.soak import restarted
 from tests.soak.proofs import Limits, Outcome
 
@@ -34,14 +34,9 @@ JOB = len(restarted.PLANS)
 """Restarts of one job of a proof: each end at each place once."""
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def commands(launcher: str, world: int, limit: int, script: list[str]) -> list[list[str]]:
     """Return the commands that start one job; an agent of two starts one rank."""
-    python, port = [sys.executable, "-m"], free_port()
+    python, port = [sys.executable, "-m"], reserve_port()
     torchrun = [*python, "torch.distributed.run", f"--max-restarts={limit}", "--monitor-interval=0.1"]
     each, launch = f"--nproc-per-node={world}", [*python, "torchdist_ref.launch", f"--max-restarts={limit}"]
     if launcher == "ours":
