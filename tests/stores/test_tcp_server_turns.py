@@ -452,11 +452,30 @@ def validated(loop: server.ServerLoop, port: int, number: int) -> list[socket.so
     clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
     for each in clients:
         each.sendall(HANDSHAKE + write_request(Op.PING, 1))
-    while sum(each.validated for each in loop.connections.values()) < number:
+    while sum(each.validated for each in loop.connections.values()) < number or loop._unprocessed:
         turn(loop)
     for connection in loop.connections.values():
-        connection.recent_seconds = 0.0
+        connection.recent_seconds = connection.presumed_seconds = 0.0
     return clients
+
+
+def test_a_new_client_comes_before_new_ones_whose_requests_pile_up(loop: server.ServerLoop, clock: Clock) -> None:
+    """Once it waited for a request of each of them, for each of its own."""
+    port = loop.listeners.sockets[0].getsockname()[1]
+    piled = [socket.create_connection(("127.0.0.1", port)) for _ in range(MANY)]
+    for each in piled:
+        each.sendall(HANDSHAKE + write_request(Op.ADD, b"/piled", 1) * 50)
+    honest = socket.create_connection(("127.0.0.1", port))
+    honest.sendall(HANDSHAKE)
+    honest.setblocking(False)
+    while sum(each.validated for each in loop.connections.values()) < MANY + 1:
+        turn(loop)
+    turns = [turns_until_answered(loop, honest, [], number) for number in range(1, 11)]
+    answers = int(loop.handler.table.values[b"/piled"])
+    for sock in (honest, *piled):
+        sock.close()
+    assert turns == [1] * 10
+    assert 0 < answers < MANY * 50, "they are served meanwhile, and have more"
 
 
 def test_quick_clients_come_in_the_order_in_which_they_were_served(loop: server.ServerLoop, clock: Clock) -> None:

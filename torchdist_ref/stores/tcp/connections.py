@@ -20,7 +20,8 @@ from torchdist_ref.stores.tcp.sessions import StoreClient
 SERVICE_SECONDS = 0.0002
 """Time after which a connection's further requests and replies are left to its next turn."""
 NEWCOMER_SECONDS = 0.002
-"""First `recent_seconds`: between those of a client that sends one small request at a time, and of a greedy one."""
+"""First `presumed_seconds`: between the time of a client that sends one small request at a time, and of a greedy one.
+"""
 BRIEF_SECONDS = 500e-6
 SMALL_REPLY_BYTES = 4096
 LARGE_REPLY_BYTES = 64 * 1024
@@ -79,6 +80,7 @@ class ServerConnection(StoreClient):
         counted_unsent: the same, as the loop has counted them.
         in_use: whether the client has sent anything but greetings.
         recent_seconds: time of the server's thread that its requests took lately.
+        presumed_seconds: what is added to that until the client has left no request for a later turn.
         served: when it was served last, or accepted, in seconds of the time of the server's thread.
     """
 
@@ -93,8 +95,8 @@ class ServerConnection(StoreClient):
         self.unprocessed = self.in_use = False
         self.queue: deque[ServerConnection] | None = None
         self.parked: Request | None = None
-        # A new client comes after those that are known to be quick: its first request may take long.
-        self.recent_seconds, self.served = NEWCOMER_SECONDS, served
+        # A new client comes after those that are known to be quick: its first requests may take long.
+        self.recent_seconds, self.presumed_seconds, self.served = 0.0, NEWCOMER_SECONDS, served
         self._more: Iterator[bytes] | None = None
         self.interest = READ
         self.closed = False
