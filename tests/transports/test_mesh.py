@@ -16,7 +16,8 @@ import pytest
 from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshFrame, pack
 from torchdist_ref.transports.mesh import ConnectionMesh, MeshDirectPath
-from torchdist_ref.transports.segment import SEMAPHORE_KINDS, SegmentLayout
+from torchdist_ref.transports.segment import SEMAPHORE_KINDS, SegmentLayout, StatusRow
+from torchdist_ref.transports.tcp import HostAndMeshLiveness
 
 
 @contextmanager
@@ -222,3 +223,33 @@ def test_a_living_child_does_not_keep_its_parents_connections_open() -> None:
             os.close(writer)
             os.waitpid(child, 0)
             os.close(reader)
+
+
+def test_a_connection_ends_while_another_thread_looks_for_the_dead() -> None:
+    """Once the look failed, "Set changed size during iteration", and the death was not named: 1 of 1,000 deaths."""
+    layout = SegmentLayout(2, window=8192)
+    memory = memoryview(bytearray(layout.nbytes))
+    mesh = ConnectionMesh(0, layout, lambda rank: memory)
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+
+        class LivenessOnHost:
+            """Looks at processes for so long that another thread reads the end of the connection."""
+
+            def dead(self) -> list[int]:
+                peer_end.close()
+                if not mesh.disconnected:
+                    mesh.progress(1.0)
+                return []
+
+            def ending(self, rank: int) -> str:
+                return ""
+
+            def close(self) -> None:
+                pass
+
+        rows = [StatusRow(memory, layout.status_row(rank)) for rank in range(2)]
+        liveness = HostAndMeshLiveness(LivenessOnHost(), mesh, rows)
+        assert liveness.dead() == []
+        assert liveness.dead() == [1]
+        liveness.close()

@@ -105,8 +105,9 @@ class HostAndMeshLiveness:
     def dead(self) -> list[int]:
         """See `Liveness.dead`."""
         self._mesh.progress(0.0)
-        lost = (rank for rank in self._mesh.disconnected if not self._rows[rank].closed)
-        return sorted({*self._local.dead(), *lost})
+        # Other threads add to it meanwhile.
+        disconnected = tuple(self._mesh.disconnected)
+        return sorted({*self._local.dead(), *(rank for rank in disconnected if not self._rows[rank].closed)})
 
     def ending(self, rank: int) -> str:
         """See `Liveness.ending`."""
