@@ -73,3 +73,9 @@ def test_bool_and_complex() -> None:
 def test_a_dtype_that_is_none_is_named() -> None:
     with pytest.raises(ArgumentTypeError, match=r"testing\.fill: argument 'dtype' must be a torch\.dtype, got 'float'"):
         fill(0, (2,), "float")  # type: ignore[arg-type]
+
+
+def test_a_shape_that_is_a_number_is_named() -> None:
+    text = r"testing\.fill: argument 'shape' must be a sequence of sizes, as in \(5,\), got 5"
+    with pytest.raises(ArgumentTypeError, match=text):
+        fill(0, 5)  # type: ignore[arg-type]

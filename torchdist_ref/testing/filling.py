@@ -7,7 +7,7 @@ small integers, the rank selects one of them. Do not add ranks or groups here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -66,6 +66,8 @@ def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) ->
     """
     if not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(explain("testing.fill", "dtype", "a torch.dtype", dtype))
+    if not isinstance(shape, Iterable):
+        raise ArgumentTypeError(explain("testing.fill", "shape", "a sequence of sizes, as in (5,)", shape))
     shape = tuple(shape)
     count = torch.Size(shape).numel()
     if dtype.is_complex:
