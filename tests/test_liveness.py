@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchdist_ref import liveness
 from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
 from torchdist_ref.liveness import (
     MemberWatch,
@@ -110,24 +111,29 @@ def test_an_error_without_a_text_is_published(error: BaseException) -> None:
     assert str(read_failure(store, "new_group", [0, 4])) == f"new_group: rank 4 failed: {message_of(error)}"
 
 
-class Entered:
-    """Lock that records how many processes are watched when it is acquired."""
+@pytest.mark.parametrize("place", ["this thread", "another thread"])
+def test_processes_that_are_closed_during_a_look_are_released_after_it(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a signal handler that destroyed the group waited for the look that it had interrupted, for ever."""
+    processes, watched = PeerProcesses({0: os.getpid(), 1: os.getppid()}), []
 
-    def __init__(self, processes: PeerProcesses) -> None:
-        self._processes, self.watched = processes, list[int]()
+    def close(*_: object) -> bool:
+        closing = threading.Thread(target=processes.close)
+        if place == "this thread":
+            processes.close()
+        else:
+            closing.start()
+            closing.join()
+        watched.append(len(processes._fds))
+        return False
 
-    def __enter__(self) -> None:
-        self.watched.append(len(self._processes._ranks))
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_processes_are_not_released_while_another_thread_polls_them() -> None:
-    processes = PeerProcesses({0: os.getpid(), 1: os.getppid()})
-    processes._polling = lock = Entered(processes)  # type: ignore[assignment]
-    processes.close()
-    assert lock.watched == [2]
+    monkeypatch.setattr(liveness, "is_gone", close)
+    looking = threading.Thread(target=processes.dead, daemon=True)
+    looking.start()
+    looking.join(10.0)
+    assert not looking.is_alive() and watched == [2, 2] and processes._fds == []
+    assert processes.dead() == []
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])

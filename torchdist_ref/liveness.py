@@ -115,7 +115,7 @@ class PeerProcesses:
         self._ranks: dict[int, list[int]] = {}
         self._endings: dict[int, str] = {}
         self._poll = select.poll()
-        self._polling = threading.Lock()
+        self._polling, self._closed = threading.Lock(), False
         try:
             for rank, pid in pids.items():
                 self.watch(rank, pid, witnesses.get(rank, 0))
@@ -152,6 +152,8 @@ class PeerProcesses:
                     self._endings.setdefault(rank, self._describe(rank, _REPLACED))
             finally:
                 self._polling.release()
+                if self._closed:
+                    self._release()
         return sorted(self._endings)
 
     def ending(self, rank: int) -> str:
@@ -170,13 +172,22 @@ class PeerProcesses:
         return f"pid {pid} on {os.uname().nodename} {ending or _exit_of(pid) or 'has ended'}"
 
     def close(self) -> None:
-        """Close the descriptors."""
-        with self._polling:
-            for fd in self._fds:
-                release_pidfd(fd)
-            self._fds.clear()
-            self._ranks.clear()
-            self._poll = select.poll()
+        """Close the descriptors. While a call of `dead` is using them, it closes them when it returns."""
+        # Nothing is waited for: a signal handler that destroys the group may have interrupted that call.
+        self._closed = True
+        self._release()
+
+    def _release(self) -> None:
+        """Close the descriptors unless they are in use."""
+        if self._polling.acquire(False):
+            try:
+                for fd in self._fds:
+                    release_pidfd(fd)
+                self._fds.clear()
+                self._ranks.clear()
+                self._poll = select.poll()
+            finally:
+                self._polling.release()
 
 
 def _stat_of(pid: int) -> list[str]:

@@ -11,9 +11,9 @@ import atexit
 from contextlib import suppress
 from functools import cache
 from typing import Protocol
-from weakref import WeakSet
 
 from torchdist_ref.failure_record import on_uncaught
+from torchdist_ref.living_objects import LivingObjects
 
 
 class GroupOwner(Protocol):
@@ -26,7 +26,7 @@ class GroupOwner(Protocol):
         """Leave the groups because the program ends. Members in a call learn which rank has left them."""
 
 
-_owners: WeakSet[GroupOwner] = WeakSet()
+_owners: LivingObjects[GroupOwner] = LivingObjects()
 
 
 def leave_at_end(owner: GroupOwner) -> None:
@@ -41,13 +41,13 @@ def _abort_on_uncaught_exception() -> None:
 
 
 def _abort_all(error: BaseException) -> None:
-    for owner in list(_owners):
+    for owner in _owners.all():
         with suppress(Exception):
             owner.abort_with(error)
 
 
 def _exit_all() -> None:
-    for owner in list(_owners):
+    for owner in _owners.all():
         with suppress(Exception):
             owner.exit()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
@@ -173,7 +174,9 @@ class Recorder:
 
     def drop(self, entry: Entry) -> None:
         """Forget a call, which the backend records again; takes as long as the buffer is."""
-        self._ring.remove(entry)
+        # Calls of other threads may have pushed it out of the buffer, or do so now.
+        with suppress(ValueError, IndexError):
+            self._ring.remove(entry)
 
     def find(self, number: Number) -> CallRecord | None:
         """Return the call with a number, or None if it is not kept."""

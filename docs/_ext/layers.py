@@ -23,7 +23,7 @@ NEVER = "never"
 LATE = "only inside functions"
 YES = "yes"
 
-CORE = ("errors", "calls", "forks", "recorder", "timeouts", "witness", "work")
+CORE = ("errors", "calls", "forks", "living_objects", "recorder", "timeouts", "witness", "work")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ PARTS = (
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
     Part("forks", "0 core types", torch=NEVER),
+    Part("living_objects", "0 core types", torch=NEVER),
     Part("witness", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
@@ -76,7 +77,7 @@ PARTS = (
     Part("job_environment", "1 infrastructure", torch=NEVER),
     Part("processes", "1 infrastructure", torch=NEVER),
     Part("failure_record", "1 infrastructure", ("errors",), torch=NEVER),
-    Part("program_end", "1 infrastructure", ("failure_record",), torch=NEVER),
+    Part("program_end", "1 infrastructure", ("failure_record", "living_objects"), torch=NEVER),
     Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
     Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
     Part("plain_data", "1 infrastructure"),

@@ -102,3 +102,13 @@ def test_torchs_variable_sets_how_many_calls_are_kept(monkeypatch: pytest.Monkey
     for number in range(5):
         recorder.begin((number, 0), Barrier(), ((), ()))
     assert [event.sequence for event in recorder.events()] == [2, 3, 4]
+
+
+def test_a_call_that_has_left_the_buffer_can_be_dropped() -> None:
+    """Once a collective at DETAIL failed if messages of other threads had filled the buffer meanwhile."""
+    recorder = Recorder(2)
+    entry = recorder.begin((0, 0), Barrier(), ((), ()))
+    for number in (1, 2):
+        recorder.begin((number, 0), Barrier(), ((), ()))
+    recorder.drop(entry)
+    assert [event.sequence for event in recorder.events()] == [1, 2]

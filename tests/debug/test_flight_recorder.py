@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import pytest
 import torch
@@ -290,6 +291,14 @@ def test_the_signal_is_given_back_and_not_taken_from_the_program(caplog: pytest.
 
 def test_with_an_event_loop_the_program_still_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path))
+    write, written = flight_recorder.write_privately, threading.Event()
+
+    def write_and_tell(path: Path, text: str) -> None:
+        write(path, text)
+        if path == tmp_path / "rank0.json" and path.exists():
+            written.set()
+
+    monkeypatch.setattr(flight_recorder, "write_privately", write_and_tell)
 
     def program(rank: int) -> bool:
         read_end, write_end = os.pipe()
@@ -298,9 +307,37 @@ def test_with_an_event_loop_the_program_still_answers(tmp_path: Path, monkeypatc
         os.kill(os.getpid(), signal.SIGUSR2)
         assert os.read(read_end, 1) == bytes([signal.SIGUSR2])
         signal.set_wakeup_fd(former)
-        return (tmp_path / "rank0.json").exists()
+        return written.wait(10.0)
 
     assert run(program, 1, ranks="processes") == [True]
+
+
+def test_with_an_event_loop_a_request_during_a_dump_is_answered_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the handler of the second signal waited for the first one's dump, which it had interrupted, for ever."""
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path))
+    snapshot, asked, answered = flight_recorder.snapshot, list[int](), threading.Event()
+
+    def ask_again(rank: int, *arguments: Any) -> Any:
+        if not asked:
+            asked.append(rank)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        elif threading.current_thread() is not threading.main_thread():
+            answered.set()
+        return snapshot(rank, *arguments)
+
+    def program(rank: int) -> bool:
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        former = signal.set_wakeup_fd(write_end)
+        flight_recorder.dump()
+        signal.set_wakeup_fd(former)
+        os.close(read_end)
+        return answered.wait(10.0)
+
+    monkeypatch.setattr(flight_recorder, "snapshot", ask_again)
+    assert run(program, 1, ranks="processes", timeout=20.0) == [True]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_rendezvous_that_never_comes_is_named_at_the_time_out(agents: Agents) 
 
 def test_a_store_without_an_agent(agents: Agents) -> None:
     with_no_agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agents.start(0, port=with_no_agent.port, join=0.1)
+    agents.start(0, port=with_no_agent.port, join=0.5)
     code, text = agents.ends(["host-0"])["host-0"]
     with_no_agent.close()
     assert code == 2 and "has no agent that coordinates a job" in text

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import torchdist_ref as dist
+from torchdist_ref.groups.registration import Registration
 from torchdist_ref.testing import fill, run
 
 
@@ -168,3 +172,31 @@ def two_libraries(rank: int) -> None:
 
 def test_a_mesh_of_torchs_returns_our_group() -> None:
     run(two_libraries, 2, ranks="processes")
+
+
+def test_threads_use_groups_that_torch_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once one thread looked through the groups in use while another added one, or both made a group of ours for it."""
+    make, made = Registration._make_counterpart, list[Any]()
+
+    def recorded(self: Registration, group: Any) -> Any:
+        made.append(group)
+        return make(self, group)
+
+    def program(rank: int) -> tuple[int, list[float]]:
+        groups: list[Any] = [theirs.new_group([0]) for _ in range(60)]
+        sys.setswitchinterval(1e-6)
+        together = threading.Barrier(3)
+
+        def use(own: torch.Tensor) -> torch.Tensor:
+            together.wait()
+            for group in groups:
+                dist.all_reduce(own, group=group)
+            return own
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(use, [fill(thread, (2,)) for thread in range(3)]))
+        return len(made), torch.stack(found).flatten().tolist()
+
+    monkeypatch.setattr(Registration, "_make_counterpart", recorded)
+    expected = torch.stack([fill(thread, (2,)) for thread in range(3)]).flatten().tolist()
+    assert run(program, 1, ranks="processes") == [(60, expected)]

@@ -265,3 +265,21 @@ def test_a_context_that_can_start_no_process_raises(monkeypatch: pytest.MonkeyPa
         patched.setattr(os, "fork", fail)
         start(os.getenv, ("RANK",))
     assert start(os.getenv, ("RANK",)).wait().return_values == {0: None}
+
+
+def test_threads_that_close_at_once_close_each_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a thread that had waited and one that closed did both: the number could be another thread's file by then."""
+    context = start(sys.executable, ("-c", "input()"))
+    descriptor, close, also = context._stop, os.close, list[int]()
+
+    def close_also(number: int) -> None:
+        if number == descriptor and not also:
+            also.append(number)
+            context.close()
+        close(number)
+
+    monkeypatch.setattr(contexts.os, "close", close_also)
+    context.close()
+    assert also == [descriptor]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        close(descriptor)

@@ -528,6 +528,35 @@ def test_close_interrupts_calls_of_other_threads(our_port: int) -> None:
         assert len(failed) == 1
 
 
+@pytest.mark.parametrize("moment", ["ClientConnection", "open_socket"])
+def test_close_interrupts_a_call_that_is_about_to_connect(
+    our_port: int, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it waited for its whole time-out, as the store had no socket yet to close."""
+    with LossyRelay(our_port) as relay:
+        store, failed = TCPStore(HOST, relay.port, timeout=timedelta(seconds=20)), list[str]()
+        before, make = relay.requests, getattr(client_module, moment)
+
+        def make_and_close(*arguments: Any) -> Any:
+            made = make(*arguments)
+            store.close()
+            return made
+
+        def wait() -> None:
+            with pytest.raises(DistNetworkError) as caught:
+                store.get("never")
+            failed.append(str(caught.value))
+
+        # The first call has the connection that there is.
+        thread, start = threading.Thread(target=wait), time.monotonic()
+        thread.start()
+        _until(lambda: relay.requests > before)
+        monkeypatch.setattr(client_module, moment, make_and_close)
+        wait()
+        thread.join()
+        assert len(failed) == 2 and time.monotonic() - start < 10
+
+
 def use_inherited(pipe: Connection, store: TCPStore) -> None:
     pipe.send([store.add("n", 1) for _ in range(50)])
     store.close()

@@ -401,7 +401,7 @@ class SignalListener:
         self._number = number
         former = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if former != -1:
-            # An event loop of the program needs the bytes; `_on_signal` serves requests then.
+            # An event loop of the program needs the bytes; `_on_signal` passes on requests then.
             signal.set_wakeup_fd(former)
         signal.signal(number, self._on_signal)
         announce_dump_signal(number)
@@ -450,9 +450,14 @@ class SignalListener:
                 self._serve(number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Write a dump on the main thread, if an event loop has replaced the descriptor that the thread reads."""
-        if self._pipe is None or not self._replace_wakeup(self._pipe[1]):
-            self._serve(number)
+        """Have the thread write a dump, if an event loop has replaced the descriptor that C writes signals to.
+
+        Not here: this may have interrupted a dump of the main thread, and would wait for it.
+        """
+        if self._pipe is not None and not self._replace_wakeup(self._pipe[1]):
+            # A full pipe holds enough requests.
+            with suppress(BlockingIOError):
+                os.write(self._pipe[1], bytes([number]))
 
     def _serve(self, number: int) -> None:
         try:

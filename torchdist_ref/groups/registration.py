@@ -206,6 +206,7 @@ class Registration:
         self._groups: set[ProcessGroup] = set()
         # Groups that torch made, and ours on the same backends.
         self._counterparts: dict[Any, ProcessGroup] = {}
+        self._making = threading.RLock()
         for group in world.groups:
             self.add(group)
         torch_private.SET_DEFAULT_GROUP.get()(self._default)
@@ -257,8 +258,10 @@ class Registration:
             ArgumentError: torch does not know the group, and it has no name.
         """
         known = torch_private.TABLES.get().pg_map
-        for each in [each for each in self._counterparts if each not in known]:
-            self._counterparts.pop(each).destroy_backend()
+        # Other threads may do the same.
+        for each in [each for each in tuple(self._counterparts) if each not in known]:
+            if (unknown := self._counterparts.pop(each, None)) is not None:
+                unknown.destroy_backend()
         if group not in known:
             try:
                 name = group.group_name
@@ -269,9 +272,10 @@ class Registration:
                 f"process group {name!r} of torch.distributed was destroyed, or belongs to an earlier "
                 f"default group{on_rank()}. Create a new one with new_group."
             )
-        if group not in self._counterparts:
-            self._counterparts[group] = self._make_counterpart(group)
-        return self._counterparts[group]
+        with self._making:
+            if group not in self._counterparts:
+                self._counterparts[group] = self._make_counterpart(group)
+            return self._counterparts[group]
 
     def _make_counterpart(self, group: Any) -> ProcessGroup:
         tables = torch_private.TABLES.get()
@@ -322,7 +326,7 @@ class Registration:
         for group in list(self._groups):
             self._release(group)
         torch.distributed.destroy_process_group()
-        for ours in self._counterparts.values():
+        for ours in tuple(self._counterparts.values()):
             ours.destroy_backend()
         self._counterparts.clear()
 

@@ -115,7 +115,7 @@ class PContext(ABC):
         self._supervisor: Supervisor | None = None
         self._error: BaseException | None = None
         self._result: RunProcsResult | None = None
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stop, self._closing = os.eventfd(0, os.EFD_CLOEXEC), threading.RLock()
         self._former: dict[int, Any] = {}
 
     def start(self) -> None:
@@ -185,15 +185,18 @@ class PContext(ABC):
             death_sig: Signal that asks them to end. Default None: SIGTERM.
             timeout: Time from that signal to SIGKILL, in seconds.
         """
-        if self._thread is not None and not self._ended.is_set():
-            self._stop_signal, self._grace = death_sig or signal.SIGTERM, timeout
-            self._tell_supervisor()
-            os.eventfd_write(self._stop, 1)
         if self._thread is not None:
+            # Several threads may close this, and one that has waited does so at the same time.
+            with self._closing:
+                if not self._ended.is_set():
+                    self._stop_signal, self._grace = death_sig or signal.SIGTERM, timeout
+                    self._tell_supervisor()
+                    os.eventfd_write(self._stop, 1)
             self._thread.join()
-        if self._stop >= 0:
-            os.close(self._stop)
-            self._stop = -1
+        with self._closing:
+            stop, self._stop = self._stop, -1
+            if stop >= 0:
+                os.close(stop)
         shutil.rmtree(self._folder, ignore_errors=True)
         if threading.current_thread() is threading.main_thread():
             former, self._former = self._former, {}

@@ -49,6 +49,7 @@ from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
 from torchdist_ref.backends.ref_in_torch.work import (
     HandedWork,
     RefWork,
+    completed_work,
     hide_from_compilers,
     keep_flight_recorder_off,
     limit,
@@ -74,9 +75,9 @@ from torchdist_ref.calls import (
 )
 from torchdist_ref.debug.flight_recorder import answer_requests
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, adopt_torch, explain, message_of
+from torchdist_ref.living_objects import LivingObjects
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import may_unpickle
-from torchdist_ref.work import Done
 
 if TYPE_CHECKING:
     from torchdist_ref.backends.ref import Ref
@@ -263,10 +264,10 @@ class CallsFromTorch(c10d.ProcessGroup):
         if copy_back is not None:
             RefWork(works, written, seconds).wait()
             copy_back()
-            return RefWork([Done("", written)], written, None)
+            return completed_work(written)
         if opts is not None and opts.asyncOp and _is_small(requests):
             return HandedWork(works, written, seconds, self._dropped)
-        work = RefWork([Done("", written)] if wait else works, written, seconds)
+        work = completed_work(written) if wait else RefWork(works, written, seconds)
         if opts is not None and not opts.asyncOp:
             work.wait()
         return work
@@ -276,7 +277,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         works, add_up = start_sum(self.backend, self.size(), tensor)
         RefWork(works, [tensor], seconds).wait()
         add_up()
-        return RefWork([Done("all_reduce", [tensor])], [tensor], None)
+        return completed_work([tensor], "all_reduce")
 
     def _root(self, op: str, opts: Any) -> int:
         """Return the root that options name.
@@ -582,10 +583,10 @@ class RefProcessGroup(CallsFromTorch):
 
     def shutdown(self) -> None:
         """Leave the group in an orderly way. Members that miss this rank there read which failure it has met."""
-        broken = next(filter(None, (group.backend.broken for group in list(_joined))), None)
+        broken = next(filter(None, (group.backend.broken for group in _joined.all())), None)
         if broken is not None:
             # The group that has failed may be gone when this rank leaves the others.
-            for group in list(_joined):
+            for group in _joined.all():
                 group.failure = group.failure or message_of(broken)
         self._stop_answers()
         if self.failure:
@@ -615,7 +616,7 @@ class RefProcessGroup(CallsFromTorch):
             self._on_end.pop()()
 
 
-_joined: WeakSet[RefProcessGroup] = WeakSet()
+_joined: LivingObjects[RefProcessGroup] = LivingObjects()
 """The groups that this rank has not left. Once it has, `Backend.broken` says nothing of a failure."""
 hide_from_compilers(CallsFromTorch, RefWork, HandedWork)
 keep_flight_recorder_off("ref")

@@ -24,7 +24,7 @@ from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.timeouts import from_torch
-from torchdist_ref.work import CallFuture, Work
+from torchdist_ref.work import CallFuture, Done, Work
 
 
 class RefWork(c10d.Work):
@@ -88,6 +88,11 @@ class RefWork(c10d.Work):
         return self._works[-1].source_rank()
 
     _source_rank = source_rank
+
+
+def completed_work(outputs: Sequence[Tensor], op: str = "") -> RefWork:
+    """Return the work of a call that has completed."""
+    return RefWork([Done(op, outputs)], outputs, None)
 
 
 class HandedWork(RefWork):
