@@ -430,11 +430,14 @@ class JoinedWork(Work):
     def __init__(
         self, name: str, outputs: Sequence[Any], parts: Sequence[Work], after: Callable[[], Any] | None = None
     ) -> None:
-        # On each thread that may run them, callbacks number their calls below the same part's.
-        super().__init__(name, outputs, scope=parts[-1]._scope if parts else None)  # noqa: SLF001 - of its own class
+        super().__init__(name, outputs)
+        if parts:
+            # Callbacks run on the same thread as the last part's, and number their calls below that.
+            last = parts[-1]
+            self._run_callbacks, self._scope = last._run_callbacks, last._scope  # noqa: SLF001 - of its own class
         self._parts = tuple(parts)
         self._after = after
-        self._once = threading.Lock()
+        self._once, self._concluded = threading.Lock(), False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """See `Work.wait`."""
@@ -481,11 +484,8 @@ class JoinedWork(Work):
         self.is_completed()
 
     def _conclude(self) -> None:
-        if super().is_completed():
-            # A callback, which runs below, may wait for this.
-            return
         with self._once:
-            if super().is_completed():
+            if self._concluded:
                 return
             error = next((part.exception() for part in self._parts if part.exception() is not None), None)
             try:
@@ -493,7 +493,9 @@ class JoinedWork(Work):
                     self._after()
             except Exception as failure:
                 error = failure
-            self.finish() if error is None else self.fail(error)
+            self._concluded = True
+        # Without the lock: a callback may run here, and another thread may wait for what the callback does.
+        self.finish() if error is None else self.fail(error)
 
 
 def join(work: JoinedWork, async_op: bool) -> Work | None:
