@@ -101,15 +101,23 @@ class Interrupts:
         """Return the numbers of the signals since the last call."""
         return self.socket.recv(64) if self._poll.poll(0) else b""
 
+    def asks_to_end(self) -> bool:
+        """Return whether a signal has arrived that is not only the end of a child."""
+        received = self.socket.recv(64, socket.MSG_PEEK) if self._poll.poll(0) else b""
+        return any(signum != signal.SIGCHLD for signum in received)
+
     @contextlib.contextmanager
-    def interrupting(self) -> Iterator[bool]:
-        """Let a signal interrupt a write that blocks, by `OutputInterrupted`, until the end of the block.
+    def interrupting(self, at_once: bool = True) -> Iterator[bool]:
+        """Let a signal interrupt what blocks, by `OutputInterrupted`, until the end of the block.
+
+        Args:
+            at_once: False only yields: the block watches for signals itself where it may block.
 
         Yields:
             Whether a signal has arrived already.
         """
         try:
-            self._writing = True
+            self._writing = at_once
             yield bool(self._poll.poll(0))
         finally:
             self._writing = False
@@ -245,7 +253,13 @@ class Supervisor:
         poll.register(descriptor, select.POLLOUT)
         if self._stop_request is not None and not stops:
             poll.register(self._stop_request, select.POLLIN)
-        ready = [each for each, _ in poll.poll(_READER_SECONDS * 1000 if stops else None)]
+        if not (found := poll.poll(0)):
+            # Only here may a signal interrupt the output: what has been read would be lost.
+            with self._interrupts.interrupting():
+                if self._interrupts.asks_to_end():
+                    raise OutputInterrupted
+                found = poll.poll(_READER_SECONDS * 1000 if stops else None)
+        ready = [each for each, _ in found]
         if not ready:
             redirect_to_null(descriptor)
         elif descriptor not in ready:
@@ -259,7 +273,7 @@ class Supervisor:
             timeout = _PROMPT_SECONDS if timeout is None else min(timeout, _PROMPT_SECONDS)
         events = [(key.fileobj, key.data) for key, _ in self._selector.select(timeout)]
         for relay in held if not events else ():
-            with self._forwarding(relay), self._interrupts.interrupting() as pending:
+            with self._forwarding(relay), self._interrupts.interrupting(not self._on_child_end) as pending:
                 if not pending:
                     relay.show_rest()
         for source, data in events:
@@ -273,7 +287,7 @@ class Supervisor:
 
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
         data = b"-"
-        with self._forwarding(relay), self._interrupts.interrupting() as pending:
+        with self._forwarding(relay), self._interrupts.interrupting(not self._on_child_end) as pending:
             if pending:
                 # The signal first: a write may block for as long as nobody reads.
                 return
