@@ -371,3 +371,56 @@ def test_a_wait_that_gives_up_names_the_rank_that_has_not_called() -> None:
     text, ranks = run(wait_a_little, 3, threading.Event())[1]
     assert text.startswith("all_reduce: not done after 0.01 s of waiting; the call itself is still running. ")
     assert text.endswith("It waits for rank 1 (global 2) of group 'group 1'.") and ranks == (2,)
+
+
+@pytest.mark.parametrize("through", ["wait", "is_completed"])
+@pytest.mark.parametrize("kind", ["plain", "premultiplied"])
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_callbacks_do_not_run_on_the_thread_that_waits(backend: str, kind: str, through: str) -> None:
+    """Once a callback that took a lock of the waiting thread never got it."""
+
+    def program(rank: int) -> tuple[bool, list[float]]:
+        lock, ran, tensor = threading.Lock(), threading.Event(), fill(rank, (3,))
+
+        def callback(_: Any) -> None:
+            if lock.acquire(timeout=10.0):
+                ran.set()
+                lock.release()
+
+        if rank == 1:
+            # The other rank has its callback before this call.
+            dist.recv(torch.zeros(1), 0)
+        work = dist.all_reduce(tensor, op, async_op=True)
+        if rank == 1:
+            return work.wait(), tensor.tolist()
+        with lock:
+            work.get_future().add_done_callback(callback)
+            dist.send(torch.zeros(1), 1)
+            if through == "wait":
+                work.wait()
+            while not work.is_completed():
+                pass
+        return ran.wait(10.0), tensor.tolist()
+
+    op = dist.ReduceOp.SUM if kind == "plain" else dist._make_nccl_premul_sum(2.0)
+    expected = ((fill(0, (3,)) + fill(1, (3,))) * (1 if kind == "plain" else 2)).tolist()
+    assert run(program, 2, backend=backend) == [(True, expected)] * 2
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_callbacks_leave_no_thread(backend: str) -> None:
+    def program(rank: int) -> list[int]:
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+        work = dist.all_reduce(fill(rank, (3,)), async_op=True)
+        ran = threading.Event()
+        work.get_future().add_done_callback(lambda _: ran.set())
+        if rank == 0:
+            dist.send(torch.zeros(1), 1)
+        work.wait()
+        assert ran.wait(10.0)
+        counts = [sum("callbacks" in thread.name for thread in threading.enumerate())]
+        dist.destroy_process_group()
+        return [*counts, sum("callbacks" in thread.name for thread in threading.enumerate())]
+
+    assert run(program, 2, backend=backend, ranks="processes")[0] == [1, 0]

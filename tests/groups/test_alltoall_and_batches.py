@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -310,37 +309,6 @@ def test_joined_work_waits_for_all_parts_and_raises_the_first_error() -> None:
         future.wait()
     with pytest.raises(Boom, match="afterwards"):
         JoinedWork("none", [], [], fails).wait()
-
-
-@pytest.mark.parametrize("through", ["wait", "is_completed"])
-def test_callbacks_of_joined_work_do_not_run_on_the_thread_that_waits(through: str) -> None:
-    """Once a callback that took a lock of the waiting thread never got it."""
-
-    def program(rank: int) -> tuple[bool, list[float]]:
-        lock, ran, tensor = threading.Lock(), threading.Event(), fill(rank, (3,))
-
-        def callback(_: Any) -> None:
-            if lock.acquire(timeout=10.0):
-                ran.set()
-                lock.release()
-
-        if rank == 1:
-            # The other rank has its callback before this call.
-            dist.recv(torch.zeros(1), 0)
-        work = dist.all_reduce(tensor, dist._make_nccl_premul_sum(2.0), async_op=True)
-        if rank == 1:
-            return work.wait(), tensor.tolist()
-        with lock:
-            work.get_future().add_done_callback(callback)
-            dist.send(torch.zeros(1), 1)
-            if through == "wait":
-                work.wait()
-            while not work.is_completed():
-                pass
-        return ran.wait(10.0), tensor.tolist()
-
-    expected = ((fill(0, (3,)) + fill(1, (3,))) * 2).tolist()
-    assert run(program, 2) == [(True, expected)] * 2
 
 
 T, I64 = torch.ones(4), torch.ones(4, dtype=torch.int64)

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as options
 from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
+from torchdist_ref.backends.worker_threads import CallbackRunner
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -104,10 +105,19 @@ class TorchWork(Work):
         torch_work: torch's work.
         copy_back: Copies the results to the outputs, and returns whether there was anything to copy.
         finished: Records the end of the call, and returns the error that the caller gets.
+        callbacks: See `Work`.
     """
 
-    def __init__(self, name: str, outputs: Tensors, torch_work: Any, copy_back: CopyBack, finished: Finished) -> None:
-        super().__init__(name, outputs)
+    def __init__(
+        self,
+        name: str,
+        outputs: Tensors,
+        torch_work: Any,
+        copy_back: CopyBack,
+        finished: Finished,
+        callbacks: CallbackRunner | None = None,
+    ) -> None:
+        super().__init__(name, outputs, callbacks)
         self._torch_work, self._copy_back, self._finished = torch_work, copy_back, finished
         self._once = threading.Lock()
 
@@ -234,12 +244,17 @@ class TorchBackend(Backend):
                 raise
             raise _failed(call, self._location(), self.title, error, self._failures) from error
         finished = self._finisher(call, entry)
-        work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished)
+        callbacks = None if wait else self._runner_of_callbacks()
+        work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished, callbacks)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
         if wait:
             work.wait()
         return work
+
+    def _runner_of_callbacks(self) -> CallbackRunner | None:
+        """Return what runs the callbacks of a call made now; None for the thread that finds that it has ended."""
+        return None
 
     def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
         """Return the call with operands that the backend accepts."""

@@ -26,6 +26,7 @@ from torchdist_ref.backends.base import Membership, flat_operands, refuse_unsupp
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
 from torchdist_ref.backends.torch_native.stores import AddressStore
+from torchdist_ref.backends.worker_threads import CallbackRunner, CallbackThreads
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.liveness import process_identity
@@ -87,6 +88,20 @@ class Gloo(TorchBackend):
     title = "Gloo"
     kind = GlooWork
     store_type = AddressStore
+
+    def __init__(self, membership: Membership) -> None:
+        # A thread that waits must not run callbacks: they may wait for a lock that it holds.
+        self._callbacks = CallbackThreads(membership.name)
+        super().__init__(membership)
+
+    def _runner_of_callbacks(self) -> CallbackRunner | None:
+        """See `TorchBackend._runner_of_callbacks`."""
+        return self._callbacks.runner()
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        super().close()
+        self._callbacks.close()
 
     def _connect(self) -> Any:
         m = self._membership
