@@ -24,6 +24,8 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 MAX_TIMEOUT = timedelta(days=36500)
 """Longest time-out; longer ones mean the same, and exceed what clocks and system calls accept."""
 
+_MIN_GRACE_SECONDS = 0.09
+
 
 def from_torch(timeout: timedelta) -> timedelta:
     """Return a time-out that passed through torch's C++, at most `MAX_TIMEOUT`.
@@ -75,6 +77,20 @@ class Deadline:
     def sleep_seconds(self) -> float:
         """Return how long to sleep before the next check, in seconds."""
         return min(self.remaining(), max_sleep())
+
+
+def grace(seconds: float) -> float:
+    """Return how long after its time-out a call of a store may still wait for the server's report, in seconds."""
+    return _MIN_GRACE_SECONDS + min(0.04 * seconds, 2.0)
+
+
+def without_grace(seconds: float) -> float:
+    """Return the time-out whose grace ends soon after so many seconds.
+
+    >>> [round(each + grace(each), 2) for each in map(without_grace, (0.0, 1.0, 3.0))]
+    [0.09, 1.05, 3.05]
+    """
+    return max(0.0, (seconds - 0.04) / 1.04)
 
 
 class LongWait:

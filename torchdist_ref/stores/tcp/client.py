@@ -18,20 +18,16 @@ The meaning of the operations belongs to `store`, their bytes to `protocol`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Sequence
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, advice_on_limit
 from torchdist_ref.forks import close_copies_in_child
-from torchdist_ref.stores.tcp.client_socket import (
-    ConnectionLost,
-    DeadlineSocket,
-    ServerAddress,
-    open_socket,
-    unreachable,
-)
+from torchdist_ref.stores.tcp.client_socket import ConnectionLost, ServerAddress, as_option, open_socket, unreachable
 from torchdist_ref.stores.tcp.memory import MEMORY_VARIABLE, memory_budget
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
@@ -46,9 +42,10 @@ from torchdist_ref.stores.tcp.protocol import (
     reply_kinds,
     write_request,
 )
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, grace, max_sleep
 
 MAX_ATTEMPTS = 5
+READ_BYTES, MAX_READ_BYTES = 4096, 2**20
 BUSY_SECONDS = 0.5
 """Longest wait for responses that a server gives at once."""
 SMALL_REPLY_BYTES = 4096
@@ -60,11 +57,92 @@ _ONE_VALUE, _WITH_VALUES = frozenset("rq"), frozenset("rqL*")
 _ACKNOWLEDGED = ("", "a")
 """Replies that the status implies."""
 _PROBE_NONCE = 0x5E7
-_MIN_GRACE_SECONDS = 0.09
 
 
 Ahead = tuple[Operation, tuple[Any, ...]]
 """Request that is sent ahead of another: operation and fields."""
+
+
+class DeadlineSocket:
+    """Socket of a client; each call takes a deadline.
+
+    The socket blocks, but for `CHECK_SECONDS` at most on the main thread, so that Ctrl-C is answered. One system call
+    writes a request, one waits for the response and reads it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, as_option(CHECK_SECONDS))
+        self._limit = CHECK_SECONDS
+        self._buffer = bytearray()
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send everything.
+
+        Raises:
+            ConnectionLost: the connection broke.
+            TimeoutError: the deadline passed.
+        """
+        sent = 0
+        while sent < len(data):
+            try:
+                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
+            except (TimeoutError, BlockingIOError):
+                if deadline.passed():
+                    raise TimeoutError from None
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+
+    def take(self, size: int, deadline: Deadline) -> bytes:
+        """Return exactly `size` bytes. Raises as `send`."""
+        while len(self._buffer) < size:
+            self._buffer += self.receive(deadline, max(READ_BYTES, min(size - len(self._buffer), MAX_READ_BYTES)))
+        piece = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return piece
+
+    def take_rest(self) -> bytes:
+        """Return the bytes that were received with those already taken; it may be none."""
+        rest, self._buffer = bytes(self._buffer), bytearray()
+        return rest
+
+    def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
+        """Return the next bytes, between 1 and `limit`. Raises as `send`."""
+        longest = CHECK_SECONDS
+        while True:
+            if self._limit != longest or deadline.at - monotonic() < longest:
+                self._limit_wait(deadline, longest)
+            try:
+                data = self._socket.recv(limit)
+            except (TimeoutError, BlockingIOError):
+                longest = max_sleep()
+                continue
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            if not data:
+                raise ConnectionLost("the server closed the connection")
+            return data
+
+    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
+        """Let the next read block until the deadline, and for `longest` seconds at most."""
+        seconds = min(deadline.at - monotonic(), longest)
+        if seconds <= 0:
+            raise TimeoutError
+        if seconds != self._limit:
+            # Not `settimeout`, which would have Python call `poll` before every read and write.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_option(seconds))
+            self._limit = seconds
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def abort(self) -> None:
+        """Wake the thread that waits on this socket; it raises `ConnectionLost`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class RequestTimeout(Exception):
@@ -78,20 +156,6 @@ class RequestTimeout(Exception):
     def __init__(self, missing: list[bytes] | None = None, no_response: bool = False) -> None:
         super().__init__()
         self.missing, self.no_response = missing, no_response
-
-
-def grace(seconds: float) -> float:
-    """Return how long after its time-out a call may still wait for the server's report, in seconds."""
-    return _MIN_GRACE_SECONDS + min(0.04 * seconds, 2.0)
-
-
-def without_grace(seconds: float) -> float:
-    """Return the time-out whose grace ends soon after so many seconds.
-
-    >>> [round(each + grace(each), 2) for each in map(without_grace, (0.0, 1.0, 3.0))]
-    [0.09, 1.05, 3.05]
-    """
-    return max(0.0, (seconds - 0.04) / 1.04)
 
 
 def _extended(deadline: Deadline) -> Deadline:

@@ -1,4 +1,4 @@
-"""Address of the server of a TCPStore, and a socket to it, with deadlines, if the client may use it.
+"""Address of the server of a TCPStore, and a socket to it if the client may use it.
 
 The kernel knows the user of each server of this host. A client sends nothing to a server of another user,
 and believes nothing that it sends: the port may have been free before rank 0 listened there. Do not add the protocol
@@ -7,19 +7,16 @@ here: `client` has requests and responses.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import struct
 from dataclasses import dataclass, field
-from time import monotonic
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, advice_on_limit
 from torchdist_ref.stores import sockets
-from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, LongWait, max_sleep
+from torchdist_ref.timeouts import Deadline, LongWait
 
-READ_BYTES, MAX_READ_BYTES = 4096, 2**20
 logger = logging.getLogger("torchdist_ref.stores")
 
 
@@ -32,88 +29,6 @@ def as_option(seconds: float) -> bytes:
     if os.name == "nt":
         return struct.pack("@L", max(1, int(seconds * 1000)))
     return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
-
-
-class DeadlineSocket:
-    """Socket of a client; each call takes a deadline.
-
-    The socket blocks, but for `CHECK_SECONDS` at most on the main thread, so that Ctrl-C is answered. One system call
-    writes a request, one waits for the response and reads it.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)
-        self._socket = sock
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, as_option(CHECK_SECONDS))
-        self._limit = CHECK_SECONDS
-        self._buffer = bytearray()
-
-    def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send everything.
-
-        Raises:
-            ConnectionLost: the connection broke.
-            TimeoutError: the deadline passed.
-        """
-        sent = 0
-        while sent < len(data):
-            try:
-                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
-            except (TimeoutError, BlockingIOError):
-                if deadline.passed():
-                    raise TimeoutError from None
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-
-    def take(self, size: int, deadline: Deadline) -> bytes:
-        """Return exactly `size` bytes. Raises as `send`."""
-        while len(self._buffer) < size:
-            self._buffer += self.receive(deadline, max(READ_BYTES, min(size - len(self._buffer), MAX_READ_BYTES)))
-        piece = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return piece
-
-    def take_rest(self) -> bytes:
-        """Return the bytes that were received with those already taken; it may be none."""
-        rest, self._buffer = bytes(self._buffer), bytearray()
-        return rest
-
-    def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
-        """Return the next bytes, between 1 and `limit`. Raises as `send`."""
-        longest = CHECK_SECONDS
-        while True:
-            if self._limit != longest or deadline.at - monotonic() < longest:
-                self._limit_wait(deadline, longest)
-            try:
-                data = self._socket.recv(limit)
-            except (TimeoutError, BlockingIOError):
-                longest = max_sleep()
-                continue
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-            if not data:
-                raise ConnectionLost("the server closed the connection")
-            return data
-
-    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
-        """Let the next read block until the deadline, and for `longest` seconds at most."""
-        seconds = min(deadline.at - monotonic(), longest)
-        if seconds <= 0:
-            raise TimeoutError
-        if seconds != self._limit:
-            # Not `settimeout`, which would have Python call `poll` before every read and write.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_option(seconds))
-            self._limit = seconds
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-    def abort(self) -> None:
-        """Wake the thread that waits on this socket; it raises `ConnectionLost`."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass

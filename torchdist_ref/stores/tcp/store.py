@@ -45,11 +45,11 @@ from torchdist_ref.stores.base import (
     timeout_seconds,
     value_bytes,
 )
-from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout, without_grace
+from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout
 from torchdist_ref.stores.tcp.operations import Op, Operation
 from torchdist_ref.stores.tcp.protocol import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from torchdist_ref.stores.tcp.server import TCPServer
-from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
+from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline, without_grace
 
 _WORKERS_KEY = b"init/"
 _shared_servers: weakref.WeakValueDictionary[int, TCPServer] = weakref.WeakValueDictionary()
