@@ -88,7 +88,7 @@ def test_a_rank_at_a_limit_tells_the_others_in_words(name: str, limit: str) -> N
 def test_a_rank_without_a_descriptor_for_the_store_says_so_at_once() -> None:
     """Once it tried until the time-out, and asked whether rank 0 was up."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        endpoint, limit = f"tcp://127.0.0.1:{server.getsockname()[1]}", timedelta(seconds=5)
 
         def start() -> str:
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -97,12 +97,13 @@ def test_a_rank_without_a_descriptor_for_the_store_says_so_at_once() -> None:
             for free in (0, 1):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (first + free, hard))
                 with pytest.raises(dist.DistNetworkError) as caught:
-                    dist.init_process_group("ref", init_method=endpoint, rank=1, world_size=2)
+                    dist.init_process_group("ref", endpoint, limit, rank=1, world_size=2)
                 texts.append(str(caught.value))
             return "|".join(texts)
 
+        began = time.monotonic()
         texts = answer_of_child(start).split("|")
-    assert len(texts) == 2
+    assert len(texts) == 2 and time.monotonic() - began < limit.total_seconds()
     for text in texts:
         assert f"no socket to {endpoint[6:]} can be opened ([Errno 24] Too many open files)" in text
         assert "ulimit -n" in text
