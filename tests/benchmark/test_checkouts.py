@@ -193,6 +193,27 @@ def test_hub_goes_on_without_a_rank_that_ends_before_it_says_its_number() -> Non
     assert reports == ["after it"]
 
 
+def test_error_of_the_first_rank_stays_whole_if_another_is_killed_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_rank.leave_error(str(tmp_path), "KeyError on rank 1: 'gossip'")
+    error = tmp_path / started_rank.ERROR
+
+    def killed(file: object, text: str) -> None:
+        raise SystemExit(9)
+
+    monkeypatch.setattr("tempfile._TemporaryFileWrapper.write", killed, raising=False)
+    with pytest.raises(SystemExit, match="9"):
+        started_rank.leave_error(str(tmp_path), "KeyError on rank 0: 'gossip'")
+    assert error.read_text() == "KeyError on rank 1: 'gossip'"
+
+
+def test_error_of_the_first_rank_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        started_rank.leave_error(str(tmp_path), f"KeyError on rank {rank}: 'gossip'")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"error": "KeyError on rank 1: 'gossip'"}
+
+
 # mpiexec starts Pythons of its own, which import torch: seconds.
 @pytest.mark.skipif("mpi4py" not in available(["mpi4py"])[0], reason="there is no MPI")
 def test_error_of_an_mpi_rank_names_it() -> None:

@@ -8,9 +8,12 @@ API alone. The ranks of a checkout are forked from one process, which has import
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,18 @@ def load_task(folder: str) -> tuple[int, Callable[[int], Any]]:
     return address.world, lambda rank: program(RankContext(address, rank, side))
 
 
+def leave_error(folder: str, text: str) -> None:
+    """Leave the parent the text of an error, unless another rank has left one.
+
+    The text is whole as soon as it has its name: MPI kills the other ranks while they write theirs.
+    """
+    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8") as own:
+        own.write(text)
+        own.flush()
+        with suppress(FileExistsError):
+            os.link(own.name, os.path.join(folder, ERROR))
+
+
 def main(folder: str, mpi: bool) -> int:
     """Run the rank of this process, or fork all ranks of a checkout; leave the parent the text of an error."""
     load_benchmark()
@@ -52,7 +67,7 @@ def main(folder: str, mpi: bool) -> int:
         start(COMM_WORLD.rank) if mpi else run(start, world, ranks="processes", init=False, timeout=DAY_SECONDS)
     except Exception as error:
         where = f" on rank {COMM_WORLD.rank}" if mpi else ""
-        Path(folder, ERROR).write_text(f"{type(error).__name__}{where}: {error}", encoding="utf-8")
+        leave_error(folder, f"{type(error).__name__}{where}: {error}")
         if mpi:
             # The others wait for this rank, and only MPI can end them.
             COMM_WORLD.Abort(1)
