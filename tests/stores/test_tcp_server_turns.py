@@ -191,16 +191,32 @@ def test_a_client_behind_many_new_ones_is_accepted_in_the_next_turn(loop: server
     assert len(loop.connections) == len(clients)
 
 
-def test_accepting_takes_at_most_its_share_of_a_turn(
-    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def accept_slowly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> None:
+    """Let a new connection take this time."""
     made = server.ServerConnection
 
     def slowly(*arguments: Any) -> server.ServerConnection:
-        clock.now += 0.0001
+        clock.now += seconds
         return made(*arguments)
 
     monkeypatch.setattr(server, "ServerConnection", slowly)
+
+
+def test_a_client_that_says_nothing_is_timed_though_nobody_else_says_anything(loop: server.ServerLoop) -> None:
+    silent = socket.create_connection(loop.listeners.sockets[0].getsockname())
+    assert loop._poll_timeout() is None
+    turn(loop)
+    assert (loop._poll_timeout(), len(loop._unvalidated)) == (0.0, 0), "the next poll tells whether it has sent anything"
+    turn(loop)
+    timeout = loop._poll_timeout()
+    assert timeout is not None and 0 < timeout <= server.HANDSHAKE_SECONDS
+    silent.close()
+
+
+def test_accepting_takes_at_most_its_share_of_a_turn(
+    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept_slowly(monkeypatch, clock, 0.0003)
     clients = crowd(loop)
     counts = []
     while len(loop.connections) < len(clients):
@@ -211,8 +227,30 @@ def test_accepting_takes_at_most_its_share_of_a_turn(
         each.close()
     # The kernel is asked for the owners of 48 at a time, and the last of these may end late.
     assert counts == [144, 288, 300]
-    # The second turn serves 50 in its 10 ms, as each sends two requests. In the third, each may send one: 100.
-    assert served == 150
+    # The second turn and the third serve 50 each in their 10 ms, as each sends two requests.
+    assert served == 100
+
+
+def test_a_client_that_came_after_many_new_ones_is_answered_in_the_turn_after_its_acceptance(
+    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the 300 before it were served first, and then its request waited for those of all, after its greeting."""
+    accept_slowly(monkeypatch, clock, 0.00005)
+    greedy = [socket.create_connection(loop.listeners.sockets[0].getsockname()) for _ in range(300)]
+    for each in greedy:
+        each.sendall(HANDSHAKE + write_request(Op.ADD, b"/greedy", 1) * 40)
+    honest = socket.create_connection(loop.listeners.sockets[0].getsockname())
+    honest.sendall(HANDSHAKE + write_request(Op.ADD, b"/honest", 1))
+    turn(loop)
+    accepted, values = len(loop.connections), loop.handler.table.values
+    assert (accepted, dict(values)) == (301, {})
+    turn(loop)
+    print([i for i,each in enumerate(loop.connections.values()) if each.validated], clock.now)
+    assert values[b"/honest"] == b"1"
+    # In the other half of the turn, those that came first are served.
+    assert sorted(each.validated for each in [*loop.connections.values()][:10]) == [True] * 10
+    for each in [*greedy, honest]:
+        each.close()
 
 
 def test_new_clients_wait_to_be_accepted_while_too_many_have_had_no_turn(

@@ -5,7 +5,8 @@ of torch cannot authenticate themselves, so any process that reaches the port ca
 on loopback. Each connection has limits:
 
 - a connection that sends no complete request within `HANDSHAKE_SECONDS` is closed, and so is the oldest of more than
-  `MAX_UNVALIDATED` such connections;
+  `MAX_UNVALIDATED` such connections. One that has sent something waits for its first turn, and is neither; others are
+  accepted while fewer than `MAX_UNSERVED` wait so;
 - unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
 - a client that does not read its replies is not read from; unsent replies count in the budget of `memory`, and the
@@ -42,7 +43,7 @@ from typing import TypeAlias
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
 from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS, ConnectionOwner, ServerConnection, ThreadClock
-from torchdist_ref.stores.tcp.listeners import ACCEPTED_AT_ONCE, ListeningSockets
+from torchdist_ref.stores.tcp.listeners import ListeningSockets
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
 from torchdist_ref.stores.tcp.protocol import ProtocolError, Request
 from torchdist_ref.stores.tcp.requests import RequestHandler
@@ -57,14 +58,14 @@ MEMORY_LIMIT = 4 * 2**20
 READ_BYTES = 4096
 MAX_READ_BYTES = 64 * 1024
 MAX_UNVALIDATED = 1024
-MAX_UNSERVED = MAX_UNVALIDATED - 2 * ACCEPTED_AT_ONCE
+MAX_UNSERVED = 2048
 MAX_NEWCOMERS = 4096
 UNSENT_SHARE = 16
 """Part of the budget, as its divisor, that unsent replies may always use, also in a store that is full of keys."""
 TURN_SECONDS = 0.005
 """Time of each half of a turn, of this thread: a busy host lets the thread wait, which is no fault of a client."""
-ACCEPT_SECONDS = 0.01
-"""Time in a turn for new connections, as long as that for the others: a client behind many waits for few turns."""
+ACCEPT_SECONDS = 0.03
+"""Time in a turn for new connections, longer than that for the others: a client behind many waits for few turns."""
 ROUND_SECONDS = 0.02
 """Time in which all ready clients should have had a turn: each is served for its share of that, but one request."""
 QUICK_SECONDS = 0.001
@@ -90,6 +91,7 @@ class ServerLoop(ConnectionOwner):
         self.listeners = ListeningSockets(listeners, self._poller)
         self.connections: dict[int, ServerConnection] = {}
         self.unused = threading.Event()
+        self._unserved: dict[ServerConnection, None] = {}
         self._unvalidated: dict[ServerConnection, None] = {}
         self._newcomers: dict[ServerConnection, None] = {}
         self._paused: dict[ServerConnection, None] = {}
@@ -157,12 +159,15 @@ class ServerLoop(ConnectionOwner):
         The other half serves those that were served longest ago, so that nobody waits in vain. The poller reports the
         rest again, together with clients that have sent requests meanwhile.
         """
-        if self._unprocessed:
+        if self._unprocessed or self._unserved:
             reported = {descriptor for descriptor, _ in ready}
+            for connection in [each for each in self._unserved if each.descriptor not in reported]:
+                # A new client that has sent nothing.
+                self._note_first_turn(connection)
             ready += [(each.descriptor, 0) for each in self._unprocessed if each.descriptor not in reported]
         self._service_seconds = min(SERVICE_SECONDS, ROUND_SECONDS / (len(ready) or 1))
         if others := self._serve_some([(*self._cost(descriptor), descriptor, events) for descriptor, events in ready]):
-            self._serve_some([(0.0, served, descriptor, events) for _, served, descriptor, events in others])
+            self._serve_some([(0.0, abs(served), descriptor, events) for _, served, descriptor, events in others])
 
     def _serve_some(self, ready: list[_Ready]) -> list[_Ready]:
         """Serve descriptors in the order of these tuples for `TURN_SECONDS`, and return the rest."""
@@ -182,6 +187,8 @@ class ServerLoop(ConnectionOwner):
             if connection.queue is not None:
                 continue
             self._serve(connection, events)
+            if connection in self._unserved:
+                self._note_first_turn(connection)
             now = connection.served = self._clock.read()
             connection.recent_seconds = connection.recent_seconds * 0.9 + (now - before)
             if not (connection.unprocessed or connection.queue):
@@ -190,11 +197,15 @@ class ServerLoop(ConnectionOwner):
         return ready
 
     def _cost(self, descriptor: int) -> tuple[float, float]:
-        """Return the time that a client may take, and when it was served last. Listening sockets come first."""
+        """Return the time that a client may take, and when it was served last, or minus when it was accepted.
+
+        Listening sockets come first.
+        """
         connection = self.connections.get(descriptor)
         if connection is None:
             return 0.0, 0.0
-        return max(QUICK_SECONDS, connection.recent_seconds + connection.presumed_seconds), connection.served
+        served = -connection.served if connection in self._unserved else connection.served
+        return max(QUICK_SECONDS, connection.recent_seconds + connection.presumed_seconds), served
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
@@ -214,8 +225,7 @@ class ServerLoop(ConnectionOwner):
         while more:
             for sock in self.listeners.accept(descriptor):
                 self._add(ServerConnection(self, sock, self._clock.read()))
-            # Too many that have not had a turn yet would be taken for silent ones.
-            more = self.listeners.more and len(self._unvalidated) < MAX_UNSERVED and self._clock.read() < end
+            more = self.listeners.more and len(self._unserved) < MAX_UNSERVED and self._clock.read() < end
         if self.listeners.exhausted:
             # The kernel reports that even if nobody waits, so a client that was accepted just now must not go.
             idle = next(chain(silent, self._newcomers), None)
@@ -235,9 +245,15 @@ class ServerLoop(ConnectionOwner):
         if not self._had_client:
             self._had_client = True
             logger.info("store server: the first client has connected to port %d", connection.sock.getsockname()[1])
-        if len(self._unvalidated) >= MAX_UNVALIDATED:
-            self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
-        self._unvalidated[connection] = None
+        self._unserved[connection] = None
+
+    def _note_first_turn(self, connection: ServerConnection) -> None:
+        """Take note that a new client has had a turn, or could have had one, and close the oldest of too many."""
+        del self._unserved[connection]
+        if not connection.validated:
+            if len(self._unvalidated) >= MAX_UNVALIDATED:
+                self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
+            self._unvalidated[connection] = None
 
     def drop(self, connection: ServerConnection, reason: str) -> None:
         """Close a connection and forget it."""
@@ -248,7 +264,7 @@ class ServerLoop(ConnectionOwner):
         self._held -= connection.counted
         self._count_unsent(connection, 0)
         del self.connections[connection.descriptor]
-        for several in (self._unvalidated, self._newcomers, self._unprocessed, self._readers):
+        for several in (self._unserved, self._unvalidated, self._newcomers, self._unprocessed, self._readers):
             several.pop(connection, None)
         if connection.queue is not None:
             connection.queue.remove(connection)
@@ -362,6 +378,7 @@ class ServerLoop(ConnectionOwner):
         decoder, end, late = connection.decoder, monotonic() + self._service_seconds, False
         try:
             while decoder.held and not (connection.closed or connection.send_queue or connection.queue or late):
+                known = connection.validated
                 if (request := decoder.next()) is None:
                     break
                 if not self._park(connection, request):
@@ -369,7 +386,8 @@ class ServerLoop(ConnectionOwner):
                 handled = True
                 if not connection.in_use and request.operation not in _GREETINGS:
                     connection.in_use = True
-                late = monotonic() > end
+                # The magic number alone is no turn: the first request comes with it.
+                late = known and monotonic() > end
         except ProtocolError as error:
             self.drop(connection, str(error))
         if connection.closed:
@@ -428,7 +446,8 @@ class ServerLoop(ConnectionOwner):
     # Housekeeping
 
     def _poll_timeout(self) -> float | None:
-        if self._short or self._long or self._unprocessed or self.handler.busy:
+        # Whether a new client has sent anything, the next poll tells.
+        if self._short or self._long or self._unprocessed or self._unserved or self.handler.busy:
             return 0.0
         waits = [self.listeners.retry_at - monotonic()] if self.listeners.retry_at else []
         if self._unvalidated:
