@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 
 
 def all_ended(pids: Iterable[int]) -> bool:
-    """Return whether all processes end within seconds. A zombie has ended: its new parent may reap it much later."""
+    """Return whether all processes end within half a minute. A zombie has ended: its new parent may reap it much later."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
-            ended, _, _ = select.select([descriptor], [], [], 5)
+            ended, _, _ = select.select([descriptor], [], [], 30)
             os.close(descriptor)
             if not ended:
                 return False

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.process_ends import all_ended
+
 WORLD, CULPRIT = 3, 1
 SURVIVORS = [rank for rank in range(WORLD) if rank != CULPRIT]
 _ENDED_IN_ORDER = 9
@@ -60,7 +62,7 @@ def errors_of_survivors(program: Callable[[int], object], timeout: float = 40.0)
     deadline = time.monotonic() + timeout + 1
     texts = {rank: _read(answers[rank], deadline) for rank in SURVIVORS}
     os.close(released)
-    ended = {rank: select.select([os.pidfd_open(pids[rank])], [], [], 5)[0] for rank in SURVIVORS}
+    ended = {rank: all_ended([pids[rank]]) for rank in SURVIVORS}
     for pid in pids.values():
         # The culprit may be stopped.
         os.kill(pid, signal.SIGKILL)

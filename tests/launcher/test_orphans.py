@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import reserve_port
+from tests.process_ends import all_ended
 from torchdist_ref.launcher import orphans
 from torchdist_ref.launcher.environment import Assignment
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
@@ -88,7 +90,9 @@ def test_nothing_is_left(escape: str, end: str, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "--no-python", sys.executable]
+    # A port of the kernel's choice may be a client's, as soon as the launcher has ended.
+    options = ["--nproc-per-node", "2", "--master-port", str(reserve_port()), "--no-python"]
+    command = [sys.executable, "-m", "torchdist_ref.launch", *options, sys.executable]
     launcher = subprocess.Popen(
         [*command, "script.py", str(fifo), "may write" if escape == "daemon" else "quiet"],
         cwd=tmp_path,
@@ -126,10 +130,7 @@ def read(pipe: object) -> bytes:
 
 def await_empty(folder: Path) -> None:
     """Wait for the guard, which removes the folder of a killed launcher after the processes."""
-    for pid in orphans_of(folder):
-        descriptor = os.pidfd_open(pid)
-        select.select([descriptor], [], [], 10)
-        os.close(descriptor)
+    all_ended(orphans_of(folder))
     assert list(folder.iterdir()) == []
 
 
