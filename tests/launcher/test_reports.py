@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tests.launcher import jobs
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.launcher import api as ours
+from torchdist_ref.launcher import timers
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
 from torchdist_ref.launcher.timers import TimerServer
 
@@ -139,7 +141,7 @@ def test_a_timer_ends_a_worker_of_our_launcher(
     assert "restarting all ranks (1 of 1)" in lines
 
 
-def test_nonsense_and_released_timers_end_nobody(tmp_path: Path) -> None:
+def test_nonsense_and_released_timers_end_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: queue.Queue[str] = queue.Queue()
     path = str(tmp_path / "timers")
     server = TimerServer(path, lines.put)
@@ -150,12 +152,17 @@ def test_nonsense_and_released_timers_end_nobody(tmp_path: Path) -> None:
     assert "b'nonsense'" in lines.get(timeout=10) and "b'[1, 2]'" in lines.get(timeout=10)
     assert all("a timer that is none" in lines.get(timeout=10) for _ in range(3))
     client = timer.FileTimerClient(path, signal.SIGCONT)
-    client.acquire("released", time.time() + 0.3)
+    client.acquire("released", time.time() + 1000)
     client.release("released")
     # More milliseconds than poll(2) takes.
     client.acquire("far", time.time() + 1e8)
+    with open(path, "w") as file:
+        file.write("all are read\n")
+    assert "b'all are read'" in lines.get(timeout=10)
+    # The server's clock: this process may take any time to release its timer.
+    monkeypatch.setattr(timers, "time", SimpleNamespace(time=lambda: time.time() + 2000))
     # SIGCONT does no harm to this process.
-    client.acquire("late", time.time() + 0.4)
+    client.acquire("late", time.time() + 2000.1)
     assert "'late'" in lines.get(timeout=10)
     server.close()
     assert lines.empty() and not os.path.exists(path)
