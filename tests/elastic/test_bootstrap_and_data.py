@@ -184,19 +184,34 @@ def test_no_process_leaves_a_barrier_before_the_last_arrives() -> None:
     assert order == ["last comes", "through", "through"]
 
 
-def barrier_error(rank: int, shared: HashStore, **options: Any) -> str:
+class Rank0LooksLast(HashStore):
+    """Store in which rank 0 looks for those that are missing once rank 2 has told that it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rank_2 = threading.Event()
+
+    def set(self, key: Any, value: Any) -> None:
+        if key.startswith("gate0"):
+            assert self._rank_2.wait(20)
+        super().set(key, value)
+        if key.startswith("gate2"):
+            self._rank_2.set()
+
+
+def barrier_error(rank: int, shared: HashStore, trace_timeout: float = 0.2, **options: Any) -> str:
     try:
-        store.barrier(shared, 4, "gate", 0.05, rank, trace_timeout=0.2, **options)
+        store.barrier(shared, 4, "gate", 0.05, rank, trace_timeout=trace_timeout, **options)
     except dist.StoreTimeoutError as error:
         return str(error)
     return "through"
 
 
 def test_a_barrier_timeout_names_missing_ranks() -> None:
-    shared = HashStore()
+    shared = Rank0LooksLast()
     first, second = together(
         lambda: barrier_error(0, shared, rank_tracing_decoder=lambda rank: f"host{rank}"),
-        lambda: barrier_error(2, shared),
+        lambda: barrier_error(2, shared, trace_timeout=20.0),
     )
     assert first == "barrier 'gate': not all 4 processes arrived within 0.05 s; missing: host1, host3 (this is rank 0)."
     assert second.endswith("; rank 0 (0) names the missing ones (this is rank 2).")

@@ -72,7 +72,9 @@ UNAUTHENTICATED = {
 
 
 @pytest.mark.parametrize("kind", UNAUTHENTICATED)
-def test_an_unauthenticated_client_does_not_delay_or_abort_others(kind: str) -> None:
+def test_an_unauthenticated_client_does_not_delay_or_abort_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Handshakes once ran one after the other, for up to that time each.
+    monkeypatch.setattr(frames, "HANDSHAKE_SECONDS", 60.0)
     with acceptor_and_address() as (acceptor, clients, address):
         for _ in range(3):
             UNAUTHENTICATED[kind](connect(clients, address))
@@ -81,8 +83,7 @@ def test_an_unauthenticated_client_does_not_delay_or_abort_others(kind: str) -> 
         rank, sock = acceptor.next([1, 2], begin + 20)
         with sock:
             assert rank == 1 and sock.getpeername() == ours.getsockname()
-            # Handshakes once ran one after the other, for up to five seconds each.
-            assert monotonic() - begin < 4
+            assert monotonic() - begin < 20
 
 
 @pytest.mark.parametrize("wrong", ["key", "rank"])
@@ -169,16 +170,27 @@ def test_ranks_that_do_not_connect_are_named() -> None:
             acceptor.next({3, 1}, monotonic() + 0.05)
 
 
+def is_closed(client: socket.socket) -> bool:
+    """Return whether the other end has closed the connection."""
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
 def test_silent_clients_are_closed_and_never_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "HANDSHAKE_SECONDS", 0.05)
     monkeypatch.setattr(frames, "MAX_HANDSHAKES", 4)
     with acceptor_and_address() as (acceptor, clients, address):
         silent = [connect(clients, address) for _ in range(9)]
-        with pytest.raises(RankStalledError):
-            acceptor.next([1], monotonic() + 0.3)
+        # One call closes all, unless the machine is busy: silence ends in 0.05 s.
+        deadline = monotonic() + 20
         for client in silent:
-            client.settimeout(5)
-            assert client.recv(1) == b""
+            client.settimeout(0.01)
+            while not is_closed(client):
+                assert monotonic() < deadline and len(acceptor._handshakes) <= 4
+                with pytest.raises(RankStalledError):
+                    acceptor.next([1], monotonic() + 0.3)
 
 
 def test_a_lack_of_descriptors_costs_the_oldest_handshake_and_no_processor_time() -> None:
@@ -211,7 +223,7 @@ def test_an_acceptor_without_descriptors_or_handshakes_raises_at_once() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(filled) + 1, hard))
             try:
                 with pytest.raises(OSError, match="Too many open files"):
-                    acceptor.next([1], monotonic() + 5)
+                    acceptor.next([1], monotonic() + 20)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 for descriptor in filled:
@@ -237,17 +249,19 @@ def test_a_failure_is_found_while_clients_connect_without_end(monkeypatch: pytes
         # Something to accept at every look, as while many clients connect.
         monkeypatch.setattr(acceptor, "_accept", lambda: None)
         connect(clients, address)
-        deadline = monotonic() + 5
+        deadline = monotonic() + 60
         with pytest.raises(RankDiedError, match="one of"):
             acceptor.next([1, 2], deadline, FailedWatch())  # type: ignore[arg-type]
-    assert monotonic() < deadline - 2
+    assert monotonic() < deadline - 30
 
 
 def test_a_forked_child_closes_its_copies_of_the_acceptors_sockets() -> None:
     with acceptor_and_address() as (acceptor, clients, address):
         connect(clients, address, b"s")
-        with suppress(RankStalledError):
-            acceptor.next({1}, monotonic() + 0.05)
+        deadline = monotonic() + 20
+        while not acceptor._handshakes and monotonic() < deadline:
+            with suppress(RankStalledError):
+                acceptor.next({1}, monotonic() + 0.05)
         [handshake] = acceptor._handshakes.values()
         states = answer_of_child(lambda: f"{acceptor._server.fileno()} {handshake.sock.fileno()}")
         assert states == "-1 -1" and handshake.sock.fileno() != -1

@@ -138,13 +138,13 @@ def test_sending_to_a_peer_that_does_not_read_times_out() -> None:
             mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
         # Part of the frame was sent: no other frame may follow it.
         mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
         mesh.close()
 
 
 def received(sock: socket.socket, nbytes: int) -> bytes:
     """Read a number of bytes; fail if none arrive for some seconds."""
-    sock.settimeout(5.0)
+    sock.settimeout(20.0)
     data = bytearray()
     while len(data) < nbytes:
         part = sock.recv(nbytes - len(data))
@@ -179,7 +179,8 @@ def test_an_interrupted_frame_is_completed_by_the_next(reads: bool, monkeypatch:
             start = time.monotonic()
             for _ in range(3):
                 mesh.send(1, "doorbell", 0, ())
-            assert time.monotonic() - start < 2
+            # The time-out is 60 s.
+            assert time.monotonic() - start < 30
         mesh.close()
 
 
@@ -217,7 +218,7 @@ def test_a_living_child_does_not_keep_its_parents_connections_open() -> None:
             os._exit(0)
         try:
             mesh.close()
-            peer_end.settimeout(5.0)
+            peer_end.settimeout(20.0)
             assert peer_end.recv(1) == b""
         finally:
             os.close(writer)

@@ -28,7 +28,8 @@ from torchdist_ref.transports import tcp
 from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.tcp import interface_address
 
-SOON = 2.0
+# The time-out of each group is 20 s; the goal of 100 ms is measured by the benchmark.
+SOON = 10.0
 
 
 def join(rank: int, hosts: str, path: str, interface: str = "") -> None:
@@ -237,8 +238,9 @@ def interrupted(rank: int, path: str, call: str) -> float:
         hit.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Timer(0.1, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
+        # In the block: on a busy machine the signal may come before the wait.
+        threading.Timer(0.1, interrupt).start()
         dist.all_reduce(torch.ones(10)) if call == "all_reduce" else dist.recv(torch.ones(10), 1)
     store.set("go", "")
     return time.monotonic() - hit[0]

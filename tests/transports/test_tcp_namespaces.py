@@ -77,7 +77,8 @@ def connect_by_default_route(rank: int, hosts: Sequence[Host], path: str, routed
         # The store of a rank 0 whose name /etc/hosts maps to its loopback.
         store: Any = SimpleNamespace(host=server)
         assert interface_address(store)[1] == (hosts[rank].ipv4 if outside else "127.0.0.1")
-    dist.init_process_group("ref", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("ref", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=timeout)
     dist.all_reduce(tensor := torch.tensor([rank + 1.0]))
     dist.destroy_process_group()
     return tensor.item()
@@ -116,7 +117,7 @@ def connect_on(rank: int, hosts: Sequence[Host], path: str, interface: str) -> f
     hosts[rank].enter()
     os.environ["TORCHDIST_REF_SOCKET_IFNAME"] = interface
     store = dist.FileStore(path, 2)
-    dist.init_process_group("ref", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    dist.init_process_group("ref", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     tensor = torch.tensor([rank + 1.0])
     dist.all_reduce(tensor)
     dist.destroy_process_group()
