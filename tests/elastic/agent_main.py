@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from torchdist_ref.authentication import job_secret
+from torchdist_ref.elastic import coordinator, session
 from torchdist_ref.elastic.host_agent import AgentSettings, run_agent
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.launcher.environment import Job
@@ -28,6 +29,9 @@ signal.pause()
 def main() -> None:
     given = SimpleNamespace(**json.loads(sys.argv[1]))
     pipe = os.open(given.pipe, os.O_WRONLY)
+
+    for module in (coordinator, session):
+        module.SILENCE_SECONDS = given.silence
 
     def log(line: str) -> None:
         os.write(pipe, f"log {given.name} {line}\n".encode())

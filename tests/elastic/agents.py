@@ -65,6 +65,8 @@ class Agents:
         # Both ends are open, so that the reader never sees an end of file.
         self._descriptor = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK)
         defaults = {"run_id": "job", "min": 1, "max": 8, "restarts": 0, "join": 20.0, "last_call": 0.0, "port": 0}
+        # A busy machine stops a process for longer than the library lets it be silent.
+        defaults["silence"] = 20.0
         per_host = {"workers": 1, "node_rank": -1, "serves": None, "task": "wait"}
         address = hosts[0].ipv4 if hosts else "127.0.0.1"
         self._settings = defaults | per_host | {"host": address, "pipe": self._pipe} | settings

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.elastic.agents import Agents, Start, is_running
+from torchdist_ref.elastic.session import SILENCE_SECONDS
 from torchdist_ref.testing.namespaces import Host
 
 # Measured below 2 s; a busy machine may take more. A wait for a time-out would take 20 s.
@@ -167,7 +168,8 @@ SCENARIOS: dict[str, Callable[[ThreeHosts], None]] = {
 
 
 @contextmanager
-def three_hosts(folder: Path, hosts: Sequence[Host]) -> Iterator[ThreeHosts]:
-    """Start a job on three hosts."""
-    with Agents(folder, hosts, port=PORT, min=2, max=3, restarts=1000, last_call=20.0) as agents:
+def three_hosts(folder: Path, hosts: Sequence[Host], silence: float = SILENCE_SECONDS) -> Iterator[ThreeHosts]:
+    """Start a job on three hosts, each of which may be silent for some seconds."""
+    rules = {"min": 2, "max": 3, "restarts": 1000, "last_call": 20.0}
+    with Agents(folder, hosts, port=PORT, silence=silence, **rules) as agents:
         yield ThreeHosts(agents, hosts)

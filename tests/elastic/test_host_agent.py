@@ -19,7 +19,7 @@ from tests.ports import reserve_port
 from torchdist_ref.elastic import host_agent
 from torchdist_ref.elastic.host_agent import AgentSettings, _HostAgent, run_agent
 from torchdist_ref.elastic.roster import HostInfo, Progress, Rules
-from torchdist_ref.elastic.session import AgentSession, CoordinatorLost
+from torchdist_ref.elastic.session import SILENCE_SECONDS, AgentSession, CoordinatorLost
 from torchdist_ref.launcher.environment import Assignment
 from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.stores import TCPStore
@@ -111,10 +111,11 @@ def test_two_hosts_with_one_node_rank(agents: Agents) -> None:
 
 
 def test_hosts_that_never_come_are_named_at_the_time_out(agents: Agents) -> None:
-    agents.start(0, min=2, max=2, node_rank=0, serves=True, join=0.5)
+    # Seconds: on a busy machine, the host itself needs time to join.
+    agents.start(0, min=2, max=2, node_rank=0, serves=True, join=3.0)
     code, text = agents.ends(["host-0"])["host-0"]
     assert code == 2
-    assert text.startswith("1 of 2 hosts (--nnodes) are there (host-0), node rank 1 did not join within 0.5 s.")
+    assert text.startswith("1 of 2 hosts (--nnodes) are there (host-0), node rank 1 did not join within 3 s.")
     assert text.endswith(" Only this host reaches 127.0.0.1: give an address of the first host.")
 
 
@@ -126,7 +127,8 @@ def test_a_rendezvous_that_never_comes_is_named_at_the_time_out(agents: Agents) 
 
 def test_a_store_without_an_agent(agents: Agents) -> None:
     with_no_agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agents.start(0, port=with_no_agent.port, join=0.5)
+    # A host waits two seconds for the answer anyway.
+    agents.start(0, port=with_no_agent.port, join=2.0)
     code, text = agents.ends(["host-0"])["host-0"]
     with_no_agent.close()
     assert code == 2 and "has no agent that coordinates a job" in text
@@ -174,10 +176,23 @@ def test_an_agent_whose_coordinators_are_lost_again_and_again_gives_up(
 
     losses, enter, leave = list[float](), _HostAgent._enter, _HostAgent._leave_session
 
+    class LossesAsTime(Deadline):
+        """Deadline of which each loss takes a tenth of a second, however long this process is stopped."""
+
+        def __init__(self, seconds: float) -> None:
+            super().__init__(seconds)
+            self.at = 0.1 * len(losses) + seconds
+
+        def remaining(self) -> float:
+            return max(0.0, self.at - 0.1 * len(losses))
+
+        def passed(self) -> bool:
+            return self.remaining() == 0.0
+
     def leave_in_time(agent: Any) -> None:
         leave(agent)
         losses.append(time.monotonic())
-        assert losses[-1] - losses[0] < 5.0, "it tries without an end"
+        assert len(losses) < 20, "it tries without an end"
 
     def enter_after_attempts(agent: Any, deadline: Deadline) -> AgentSession:
         if attempts:
@@ -186,6 +201,7 @@ def test_an_agent_whose_coordinators_are_lost_again_and_again_gives_up(
         return enter(agent, deadline)
 
     lines = list[str]()
+    monkeypatch.setattr(host_agent, "Deadline", LossesAsTime)
     monkeypatch.setattr(host_agent, "AgentSession", lose)
     monkeypatch.setattr(host_agent, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(_HostAgent, "_enter", enter_after_attempts)
@@ -217,7 +233,7 @@ def test_an_agent_that_is_killed_is_noticed_by_its_connection(agents: Agents) ->
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2], ids=["of_the_store", "another"])
 def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Agents) -> None:
     for number in range(3):
-        agents.start(number, min=2, max=3, last_call=20.0)
+        agents.start(number, min=2, max=3, last_call=20.0, silence=SILENCE_SECONDS)
     frozen = agents.starts(3)[rank].name
     agents.kill(frozen, signal.SIGSTOP)
     check_ranks(agents.starts(2), (1, 1), 0)
@@ -227,14 +243,15 @@ def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Ag
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_back_at_work(name: str, hosts: Sequence[namespaces.Host], tmp_path: Path) -> None:
-    with three_hosts(tmp_path, hosts) as job:
+    silence = SILENCE_SECONDS if "cut_off" in name else 20.0
+    with three_hosts(tmp_path, hosts, silence) as job:
         SCENARIOS[name](job)
 
 
 def test_the_job_goes_on_when_every_host_in_turn_has_held_the_store(
     hosts: Sequence[namespaces.Host], tmp_path: Path
 ) -> None:
-    with three_hosts(tmp_path, hosts) as job:
+    with three_hosts(tmp_path, hosts, silence=20.0) as job:
         leaders = []
         for _ in range(2):
             leaders.append(job.leader)
