@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 
 def all_ended(pids: Iterable[int]) -> bool:
-    """Return whether all processes end within half a minute. A zombie has ended: its new parent may reap it much later."""
+    """Return whether all processes end within 30 s. A zombie has ended: its new parent may reap it much later."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)

@@ -26,11 +26,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
+from tests.outcomes import set_timeout
 
 # Each rank is a fork of this process, which therefore imports what ranks use.
 pytestmark = pytest.mark.usefixtures("torchs_modules")
 
-SOON = 2.0
+# The time-out is 20 s.
+SOON = 10.0
 
 
 def model() -> nn.Module:
@@ -104,13 +106,16 @@ def ends_at_the_timeout(module: str, failure: str) -> bool:
 
 def train(rank: int, folder: Path, module: str, failure: str) -> None:
     """Train three steps; the culprit fails before the third."""
-    seconds = 2 if ends_at_the_timeout(module, failure) else 20
-    meet = f"file://{folder / 'store'}"
-    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timedelta(seconds=seconds))
+    meet, timeout = f"file://{folder / 'store'}", timedelta(seconds=20)
+    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timeout)
     step = MODULES[module](rank)
     for _ in range(2):
         step()
     c10d.barrier()
+    if ends_at_the_timeout(module, failure):
+        # Not before the ranks have connected, and have loaded what their steps use.
+        for group in c10d.distributed_c10d._world.pg_map:
+            set_timeout(group, 2.0)
     if rank == CULPRIT:
         (folder / "culprit").write_text(str(time.monotonic()))
         FAILURES[failure]()
