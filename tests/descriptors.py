@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 
 
 def use_all_descriptors(free: int = 0) -> None:
@@ -16,6 +17,14 @@ def use_all_descriptors(free: int = 0) -> None:
         while True:
             os.open(os.devnull, os.O_RDONLY)
     resource.setrlimit(resource.RLIMIT_NOFILE, (end + free, hard))
+
+
+def left_shared_files(before: set[str]) -> set[str]:
+    """Names of shared memory beside those of before that stay: another worker's tests may just create and unlink."""
+    deadline = time.monotonic() + 5
+    while (left := shared_files() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
 
 
 def shared_files() -> set[str]:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
+from tests.outcomes import set_timeout
 from torchdist_ref.calls import CallScope
 from torchdist_ref.work import CallFuture
 
@@ -63,14 +64,16 @@ FAILURES: dict[str, tuple[Callable[[], Any], str]] = {
 
 def train(rank: int, folder: Path, hook: str, failure: str) -> None:
     """Train three steps; the culprit fails before the third backward pass."""
-    seconds = 6 if failure == "stop" else 20
-    meet = f"file://{folder / 'store'}"
-    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timedelta(seconds=seconds))
+    meet, timeout = f"file://{folder / 'store'}", timedelta(seconds=20)
+    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timeout)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
     HOOKS[hook](ddp)
     for step in range(3):
+        if step == 2 and failure == "stop":
+            # Not before the ranks have connected.
+            set_timeout(c10d.group.WORLD, 6.0)
         if step == 2 and rank == CULPRIT:
             FAILURES[failure][0]()
         ddp(torch.full((4, 64), rank + 1.5)).sum().backward()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from tests.descriptors import shared_files
+from tests.descriptors import left_shared_files, shared_files
 from torchdist_ref.backends.ref.steps import Step
 from torchdist_ref.backends.ref.zero_copy import DIVIDED, SCHEDULES, RegisteredPath
 from torchdist_ref.schedules import verify
@@ -315,7 +315,7 @@ def test_survivors_name_the_dead_rank_and_nothing_is_left() -> None:
     for rank in (0, 2):
         assert "rank 1 died" in caught.value.outcomes[rank].value
         assert caught.value.outcomes[rank].value.endswith(" 1500000")
-    assert shared_files() - before == set()
+    assert left_shared_files(before) == set()
 
 
 def between_hosts(rank: int, path: str) -> bool:

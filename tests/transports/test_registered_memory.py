@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +26,15 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_collection_of_earlier_garbage() -> Iterator[None]:
+    """Free what other tests of this process have left, and let no collection free more while a test counts pages."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def handle(tensor: torch.Tensor) -> MemoryHandle:

@@ -6,10 +6,12 @@ launcher; a time is from the moment when the last rank began to the moment when 
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 import torch.distributed as torch_distributed
@@ -54,7 +56,13 @@ def _cycle(context: RankContext, name: str) -> list[float]:
 
 
 def free_port() -> int:
-    """Return a port that was free just now."""
+    """Return a port that was free just now, and that the kernel gives to nobody before it is served."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    candidates = [port for port in range(10_000, 65_000) if not first <= port <= last]
+    while candidates:
+        port = candidates.pop(random.SystemRandom().randrange(len(candidates)))
+        with suppress(OSError), closing(socket.create_server((HOST, port))):
+            return port
     with closing(socket.create_server((HOST, 0))) as probe:
         return int(probe.getsockname()[1])
 
