@@ -28,7 +28,7 @@ SOON = 10.0
 @pytest.fixture(autouse=True)
 def survivors_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let survivors of a failure take as long as their errors may, not the three seconds of `run`."""
-    monkeypatch.setattr(running, "_GRACE_SECONDS", 2 * SOON)
+    monkeypatch.setattr(running, "_GRACE_SECONDS", SOON + 2.0)
 
 
 BOTH_EXECUTORS = pytest.mark.parametrize("executor", ["fast", "reference"], indirect=True)

@@ -221,7 +221,7 @@ def test_an_agent_whose_coordinators_are_lost_again_and_again_gives_up(
 
 def test_an_agent_that_is_killed_is_noticed_by_its_connection(agents: Agents) -> None:
     for number in range(2):
-        agents.start(number, min=1, max=2, last_call=20.0)
+        agents.start(number, min=1, max=2, last_call=20.0, silence=5.0)
     # The agent that serves the rendezvous has the first rank.
     killed = agents.starts(2)[-1].name
     agents.kill(killed)

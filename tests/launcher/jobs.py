@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,9 @@ def start_a_daemon_and_wait(path: str) -> None:
     )
     Path(path + ".part").write_text(str(process.pid))
     Path(path + ".part").rename(path)
-    signal.pause()
+    # Python does not notice a signal that comes right before a system call that waits without end.
+    while True:
+        time.sleep(0.1)
 
 
 def wait_for_signal() -> None:

@@ -78,7 +78,14 @@ def test_processes_have_their_own_memory_and_one_thread() -> None:
     assert seen == []
 
 
+@pytest.fixture
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks on a busy machine take longer than three seconds to end after the first failure."""
+    monkeypatch.setattr(running, "_GRACE_SECONDS", 30.0)
+
+
 @both
+@pytest.mark.usefixtures("long_grace")
 def test_a_failure_reports_its_rank_and_cause(ranks: str) -> None:
     def program(rank: int) -> None:
         if rank == 1:
@@ -108,6 +115,7 @@ def test_a_failure_in_a_process_includes_its_traceback() -> None:
     assert 'raise KeyError("lost")' in note and "process_ranks.py" not in note and "outcomes.py" not in note
 
 
+@pytest.mark.usefixtures("long_grace")
 def test_the_cause_is_reported_before_failures_that_follow_from_it() -> None:
     first = threading.Event()
 
@@ -124,6 +132,7 @@ def test_the_cause_is_reported_before_failures_that_follow_from_it() -> None:
         run(program, 2, init=False)
 
 
+@pytest.mark.usefixtures("long_grace")
 def test_the_signal_of_a_killed_rank_is_reported() -> None:
     def program(rank: int) -> int:
         if rank == 2:

@@ -158,7 +158,7 @@ def test_an_interrupted_frame_is_completed_by_the_next(reads: bool, monkeypatch:
     """Once a rank that was interrupted in the middle of a frame could not tell the peer why it ends the group."""
     layout = SegmentLayout(2, window=8192)
     memory, data = bytearray(layout.nbytes), bytes(i * i % 251 for i in range(1 << 20)) * 16
-    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory), timeout=15.0)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -179,8 +179,7 @@ def test_an_interrupted_frame_is_completed_by_the_next(reads: bool, monkeypatch:
             start = time.monotonic()
             for _ in range(3):
                 mesh.send(1, "doorbell", 0, ())
-            # The time-out is 60 s.
-            assert time.monotonic() - start < 30
+            assert time.monotonic() - start < 10
         mesh.close()
 
 
