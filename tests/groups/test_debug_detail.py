@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.outcomes import failing
+from tests.waits import begin_together
 from torchdist_ref.debug import levels
 from torchdist_ref.debug.detail_level import CheckedBackend
 from torchdist_ref.groups.world import current
@@ -93,9 +95,15 @@ def test_a_mismatch_shows_both_calls() -> None:
     assert run(program, 2, backend="gloo") == [f"rank 0: {call} [2, 3]; rank 1: {call} [2, 4]"] * 2
 
 
-def test_a_rank_without_a_call_is_named() -> None:
+def test_a_rank_without_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = timedelta(seconds=0.3)
+    begin_together(monkeypatch, "checked", short, 2)
+
     def program(rank: int) -> str:
-        group, text = dist.new_group(timeout=timedelta(seconds=0.3)), ""
+        # The group is made with the default time-out.
+        group, text = dist.new_group(), ""
+        checked: Any = group.backend  # type: ignore[union-attr]
+        checked._membership = replace(checked._membership, timeout=short.total_seconds())
         if rank != 2:
             with pytest.raises(dist.RankStalledError) as caught:
                 dist.all_reduce(tensors(rank, (3, 3)), group=group)

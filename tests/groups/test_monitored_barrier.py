@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.waits import begin_together
 from torchdist_ref.debug import levels
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.stores import HashStore, PrefixStore
@@ -34,7 +35,10 @@ def stays_away(rank: int, absent: set[int]) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 @pytest.mark.parametrize("absent", [{0}, {2}, {1, 3}, {0, 1, 2}])
-def test_every_waiting_rank_names_all_missing_ranks(absent: set[int], backend: str) -> None:
+def test_every_waiting_rank_names_all_missing_ranks(
+    absent: set[int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_together(monkeypatch, "monitored", SHORT, 4 - len(absent))
     found = run(stays_away, 4, absent, backend=backend)
     word = "Ranks" if len(absent) > 1 else "Rank"
     for rank, (text, total) in enumerate(found):

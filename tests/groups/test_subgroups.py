@@ -16,7 +16,8 @@ from tests.torchs_world import start_torch
 from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.testing import fill, run
 
-SHORT = timedelta(seconds=5)
+# A busy machine needs some of it; less than what `run` allows.
+SHORT = timedelta(seconds=20)
 
 
 def total_of(group: Any, rank: int) -> list[float]:
@@ -209,12 +210,12 @@ def forge(group: dist.ProcessGroup, key: str) -> None:
 
 def test_a_counter_that_anybody_may_write_divides_no_ranks() -> None:
     def program(rank: int) -> list[list[float]]:
-        group, short = dist.new_group(timeout=SHORT), timedelta(seconds=0.2)
+        group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
         found = []
         for _ in range(2):
             group.store.add(f"split/rounds/{rank}", 10 * rank)
-            found.append(total_of(dist.split_group(group, split_ranks=[[1, 0]], timeout=short), rank))
+            found.append(total_of(dist.split_group(group, split_ranks=[[1, 0]], timeout=SHORT), rank))
         dist.barrier()
         return found
 
@@ -228,7 +229,7 @@ def test_a_key_that_no_member_wrote_is_no_arrival() -> None:
         if rank == 0:
             forge(group, "split_group/group.1/1/0/came/1")
             with pytest.raises(dist.AuthenticationError, match=r"'split_group/group\.1/1/0/came/1' was not written by"):
-                dist.split_group(group, split_ranks=[[0, 1]], timeout=timedelta(seconds=0.2))
+                dist.split_group(group, split_ranks=[[0, 1]], timeout=SHORT)
         dist.barrier()
 
     run(program, 2)
