@@ -138,6 +138,12 @@ def handlers_of_rendezvous_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_handlers", dict(module._handlers))
 
 
+@pytest.fixture
+def late_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `run` wait longer for the others once a rank has died: a busy machine may not resume them within 3 s."""
+    monkeypatch.setattr("torchdist_ref.testing.running._GRACE_SECONDS", 15.0)
+
+
 @pytest.fixture(scope="session")
 def torchs_modules() -> None:
     """Load torch's compiler and what its modules load late, for ranks that are forked after."""

@@ -167,6 +167,7 @@ def ends_before_its_call(rank: int, how: str) -> tuple[str, str, float]:
     return failing(lambda: dist.all_reduce(torch.ones(2)))
 
 
+@pytest.mark.usefixtures("late_survivors")
 @pytest.mark.parametrize("how", ["killed", "aborts"])
 def test_a_rank_that_ends_before_its_call_is_named_at_once(how: str) -> None:
     """Once the watch over the creation of the group waited, which knew of nothing later."""
@@ -177,6 +178,7 @@ def test_a_rank_that_ends_before_its_call_is_named_at_once(how: str) -> None:
     else:
         outcomes = run(ends_before_its_call, 3, how, backend="gloo", ranks="processes", timeout=20)[::2]
     for kind, text, seconds in outcomes:
-        assert text.startswith("call 1, all_reduce on rank ") and seconds < 2
+        # Half of the time-out.
+        assert text.startswith("call 1, all_reduce on rank ") and seconds < 8
         assert kind == ("RankDiedError" if how == "killed" else "GroupAbortedError")
         assert ("rank 1 died (pid " if how == "killed" else "rank 1 failed: its program ended with ValueError") in text

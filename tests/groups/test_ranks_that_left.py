@@ -20,8 +20,8 @@ from tests.outcomes import failing
 from tests.ports import reserve_port
 from torchdist_ref.testing import RankError, run
 
-SOON = 2.0
-TIMEOUT = timedelta(seconds=8)
+# Half of it says that a wait has not ended by it, also on a busy machine.
+TIMEOUT = timedelta(seconds=24)
 CALLS: dict[str, Callable[[], Any]] = {
     "new_group": lambda: dist.new_group([0, 1, 2]),
     "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]]),
@@ -170,10 +170,11 @@ def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str,
     return failing(lambda: dist.shrink_group([1]))
 
 
+@pytest.mark.usefixtures("late_survivors")
 @pytest.mark.parametrize("hosts", ["AAAA", "ABAB", "ABAC"])
 def test_a_second_death_is_named_by_a_rank_that_shrinks_late(hosts: str) -> None:
     with pytest.raises(RankError) as caught:
         run(shrink_when_rank_0_has_ended, 4, reserve_port(), hosts, ranks="processes", init=False)
     kind, text, seconds = caught.value.outcomes[3].value
     assert kind == "RankDiedError" and "shrink_group" in text and "rank 2 died" in text, (kind, text, caught.value)
-    assert seconds < SOON
+    assert seconds < TIMEOUT.total_seconds() / 2
