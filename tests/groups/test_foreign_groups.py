@@ -112,7 +112,7 @@ def disagreeing(rank: int, path: str, backends: list[str]) -> tuple[str, float]:
     store = dist.FileStore(os.path.join(path, "store"), len(backends))
     begin = perf_counter()
     with pytest.raises(dist.MismatchError) as caught:
-        seconds = timedelta(seconds=10)
+        seconds = timedelta(seconds=20)
         dist.init_process_group(backends[rank] or None, None, seconds, len(backends), rank, store)
     assert not dist.is_initialized() and not theirs.is_initialized()
     return str(caught.value), perf_counter() - begin
@@ -124,7 +124,7 @@ def test_ranks_that_disagree_on_the_backend_raise_one_error_soon(backends: str, 
     names = backends.split(" ")
     found = run(disagreeing, len(names), str(tmp_path), names, ranks=ranks, init=False)
     # On an idle machine well below a second; a missed disagreement ends with the time-out.
-    assert max(seconds for _, seconds in found) < 5
+    assert max(seconds for _, seconds in found) < 10
     for text, _ in found:
         assert text.startswith("init_process_group: rank ") and text.count("uses backend") == 1
         assert all(repr(name or "(default)") in text for name in names)

@@ -183,7 +183,7 @@ def test_a_buffer_hook_that_fails_on_one_rank_ends_the_others_wait(wrong: str) -
         ddp._register_buffer_comm_hook(None, hook)
         return caught_by_others(iterate, rank, told)
 
-    text = run(program, 2, timeout=4)[0]
+    text = run(program, 2, timeout=10)[0]
     assert "GroupAbortedError" in text and "rank 1 aborted" in text and "KeyError: 'lost'" in text
 
 

@@ -248,7 +248,7 @@ def test_a_hook_that_fails_on_one_rank_ends_the_others_wait(wrong: str) -> None:
         ddp.register_comm_hook(None, summed)
         return caught_by_others(lambda: backward(ddp, rank), rank, told)
 
-    text = run(program, 2, timeout=4)[0]
+    text = run(program, 2, timeout=10)[0]
     assert text.startswith("GroupAbortedError: DistributedDataParallel: communication hook")
     assert "its Future ended with GroupAbortedError" in text and "rank 1 aborted" in text and reason in text
 
@@ -309,7 +309,7 @@ def test_a_hook_that_fails_on_one_rank_ends_the_waits_in_the_group_of_its_state(
         assert usable.item() == 11, "a group that the hook does not use"
         return text
 
-    text = run(program, 2, timeout=4)[0]
+    text = run(program, 2, timeout=10)[0]
     assert "its Future ended with GroupAbortedError" in text and "the hook's" in text
     assert "rank 1 aborted" in text and "raised OSError: no space" in text
 
@@ -318,14 +318,20 @@ def test_a_hook_that_fails_on_one_rank_ends_the_waits_in_the_group_of_its_state(
 def test_a_future_that_is_never_completed_raises_at_the_time_out(backend: str) -> None:
     def program(rank: int) -> None:
         ddp = DDP(build("mlp"))
+        # The ranks have had longer to start.
+        dist.group.WORLD.timeout = 1.2
         ddp.register_comm_hook(None, lambda state, bucket: Future())
-        backward(ddp, rank)
+        start = time.monotonic()
+        try:
+            backward(ddp, rank)
+        finally:
+            taken.append(time.monotonic() - start)
 
-    start = time.monotonic()
-    # The time-out of the group is four fifths of this.
-    error = failure(program, backend=backend, timeout=1.5)
+    taken: list[float] = []
+    error = failure(program, backend=backend)
     assert isinstance(error, dist.RankStalledError) and "was not completed within 1.2 s" in str(error)
-    assert time.monotonic() - start < 4
+    # Well before the time-out of the group.
+    assert max(taken) < 12
 
 
 def test_the_iteration_after_a_failed_hook_works() -> None:
