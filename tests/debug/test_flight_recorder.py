@@ -40,6 +40,9 @@ VARIABLES = (
     *failure_record.ON_FAILURE_VARIABLES,
 )
 
+# A rank that another one fails has to write its dump before it is stopped.
+pytestmark = pytest.mark.usefixtures("late_survivors")
+
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
