@@ -22,7 +22,7 @@ from tests.torch_versions import torch_has
 from tests.torchs_world import start_torch
 from torchdist_ref.testing import fill, run
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=25)
 
 
 def total(library: Any, rank: int, group: Any = None) -> list[float]:
