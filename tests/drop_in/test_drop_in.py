@@ -81,7 +81,7 @@ def launched(name: str, world: int, backend: str, folder: Path, ours: bool) -> l
     folder.mkdir()
     port = reserve_port()
     environment = {"BACKEND": backend, "FOLDER": str(folder)}
-    return run(execute, world, world, name, port, environment, ours, ranks="processes", init=False, timeout=60)
+    return run(execute, world, world, name, port, environment, ours, ranks="processes", init=False, timeout=90)
 
 
 @pytest.mark.parametrize(("name", "world"), covering(PROGRAMS, [3, 2, 4]))

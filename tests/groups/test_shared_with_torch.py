@@ -33,7 +33,7 @@ WORLDS = pytest.mark.parametrize(("backend", "world"), covering(["ref", "gloo"],
 
 
 def forked(program: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
-    return run(program, world, *args, backend=backend, ranks="processes")
+    return run(program, world, *args, backend=backend, ranks="processes", timeout=90.0)
 
 
 def total_of(world: int, shape: tuple[int, ...]) -> Tensor:

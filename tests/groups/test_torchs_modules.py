@@ -247,7 +247,9 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program, int], 
     def find(program: Program, world: int) -> list[list[Tensor]]:
         if (program, world) not in known:
             path = str(tmp_path_factory.mktemp("gloo"))
-            known[program, world] = run(on_gloo, world, program, world, path, ranks="processes", init=False)
+            known[program, world] = run(
+                on_gloo, world, program, world, path, ranks="processes", init=False, timeout=90.0
+            )
         return known[program, world]
 
     return find
@@ -264,7 +266,7 @@ def test_torchs_modules_find_the_numbers_of_torchs_gloo(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = right(program, world)
-        found = run(on_ours, world, program, str(tmp_path), backend=backend, ranks="processes")
+        found = run(on_ours, world, program, str(tmp_path), backend=backend, ranks="processes", timeout=90.0)
     for mine, theirs_ in zip(found, wanted, strict=True):
         assert len(mine) == len(theirs_) > 0
         for one, other in zip(mine, theirs_, strict=True):

@@ -20,6 +20,8 @@ import torch._dynamo  # isort: skip
 def forked(fn: Callable[..., Any], world: int, *args: Any, **kw: Any) -> list[Any]:
     """Run on processes, which must not inherit garbage: torch's backends, when collected, wait for their threads."""
     gc.collect()
+    # 4 s of computation or imports become 30 s where each core has many processes.
+    kw.setdefault("timeout", 90.0)
     return run(fn, world, *args, ranks="processes", **kw)
 
 
