@@ -206,7 +206,9 @@ def test_a_client_that_says_nothing_is_timed_though_nobody_else_says_anything(lo
     silent = socket.create_connection(loop.listeners.sockets[0].getsockname())
     assert loop._poll_timeout() is None
     turn(loop)
-    assert (loop._poll_timeout(), len(loop._unvalidated)) == (0.0, 0), "the next poll tells whether it has sent anything"
+    assert (loop._poll_timeout(), len(loop._unvalidated)) == (0.0, 0), (
+        "the next poll tells whether it has sent anything"
+    )
     turn(loop)
     timeout = loop._poll_timeout()
     assert timeout is not None and 0 < timeout <= server.HANDSHAKE_SECONDS
@@ -245,7 +247,7 @@ def test_a_client_that_came_after_many_new_ones_is_answered_in_the_turn_after_it
     accepted, values = len(loop.connections), loop.handler.table.values
     assert (accepted, dict(values)) == (301, {})
     turn(loop)
-    print([i for i,each in enumerate(loop.connections.values()) if each.validated], clock.now)
+    print([i for i, each in enumerate(loop.connections.values()) if each.validated], clock.now)
     assert values[b"/honest"] == b"1"
     # In the other half of the turn, those that came first are served.
     assert sorted(each.validated for each in [*loop.connections.values()][:10]) == [True] * 10
