@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import socket
 import threading
@@ -364,6 +365,30 @@ def test_stopped_server_is_a_timeout(kind: Any) -> None:
         store.set("k", "back")
         assert store.get("k") == b"back"
         store.close()
+
+
+def test_a_client_that_does_not_run_until_its_deadline_takes_the_response(
+    master: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it said that the server does not respond at all."""
+    store, send = TCPStore(HOST, master.port), client_module.DeadlineSocket.send
+    store.set("k", "v")
+    store.set_timeout(timedelta(seconds=0.01))
+
+    def send_and_sleep(sock: Any, data: bytes, deadline: Any) -> None:
+        send(sock, data, deadline)
+        while not deadline.passed():
+            time.sleep(deadline.remaining())
+        # No server answers a wait for a missing key.
+        if data[-5:] != b"never":
+            assert select.select([sock._socket], [], [], 20)[0]
+
+    monkeypatch.setattr(client_module.DeadlineSocket, "send", send_and_sleep)
+    store.set("k", "w")
+    assert store.get("k") == b"w"
+    with pytest.raises(StoreTimeoutError, match="No rank has set them yet"):
+        store.get("never")
+    store.close()
 
 
 def test_listener_that_never_accepts_is_a_timeout() -> None:

@@ -110,13 +110,16 @@ class DeadlineSocket:
 
     def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
         """Return the next bytes, between 1 and `limit`. Raises as `send`."""
-        longest = CHECK_SECONDS
+        longest, flags = CHECK_SECONDS, 0
         while True:
             if self._limit != longest or deadline.at - monotonic() < longest:
-                self._limit_wait(deadline, longest)
+                # A process that did not run until the deadline must not blame the server, which may have responded.
+                flags = 0 if self._limit_wait(deadline, longest) else socket.MSG_DONTWAIT
             try:
-                data = self._socket.recv(limit)
+                data = self._socket.recv(limit, flags)
             except (TimeoutError, BlockingIOError):
+                if flags:
+                    raise TimeoutError from None
                 longest = max_sleep()
                 continue
             except OSError as error:
@@ -125,15 +128,16 @@ class DeadlineSocket:
                 raise ConnectionLost("the server closed the connection")
             return data
 
-    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
-        """Let the next read block until the deadline, and for `longest` seconds at most."""
+    def _limit_wait(self, deadline: Deadline, longest: float) -> bool:
+        """Let the next read block until the deadline, `longest` seconds at most; return whether any time is left."""
         seconds = min(deadline.at - monotonic(), longest)
         if seconds <= 0:
-            raise TimeoutError
+            return False
         if seconds != self._limit:
             # Not `settimeout`, which would have Python call `poll` before every read and write.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_option(seconds))
             self._limit = seconds
+        return True
 
     def close(self) -> None:
         """Close the socket."""
@@ -160,6 +164,11 @@ class RequestTimeout(Exception):
 
 def _extended(deadline: Deadline) -> Deadline:
     return deadline.extended(grace(deadline.seconds))
+
+
+def _grace_period(deadline: Deadline) -> Deadline:
+    """Return the end of the grace period after a deadline that has passed: this process may not have run until now."""
+    return Deadline(grace(deadline.seconds))
 
 
 class ClientConnection:
@@ -313,9 +322,10 @@ class ClientConnection:
         try:
             response = response or sock.receive(deadline)
         except TimeoutError:
+            extended = _grace_period(deadline)
             if operation.unmet is not None:
-                sock.send(write_request(Op.CANCEL_WAIT), _extended(deadline))
-            response = sock.receive(_extended(deadline))
+                sock.send(write_request(Op.CANCEL_WAIT), extended)
+            response = sock.receive(extended)
         if len(response) < _HEADER_BYTES:
             response += sock.take(_HEADER_BYTES - len(response), _extended(deadline))
         number, size, status = _unpack_header(response)
@@ -465,6 +475,7 @@ def _exchange_plain(
     except TimeoutError:
         if not waits:
             raise
+    extended = _grace_period(deadline)
     sock.send(write_request(Op.CANCEL_WAIT), extended)
     if sock.take(1, extended) == b"\x01":
         raise RequestTimeout
