@@ -45,7 +45,8 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     with pytest.raises(KeyboardInterrupt):
         store.set("go", "1")
         store.get("never")
-    assert time.monotonic() - hit[0] < 0.5
+    # The default time-out is 300 s.
+    assert time.monotonic() - hit[0] < 20
     thread.join()
 
 

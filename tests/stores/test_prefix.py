@@ -19,6 +19,7 @@ def test_store_contract_over_a_hash_store() -> None:
     check_store(lambda: PrefixStore("group", HashStore()))
 
 
+@pytest.mark.usefixtures("clients_with_long_timeouts")
 def test_store_contract_nested_over_tcp() -> None:
     check_store(lambda: PrefixStore("a/b", PrefixStore("", TCPStore("127.0.0.1", 0, is_master=True))))
 

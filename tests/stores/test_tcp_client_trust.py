@@ -22,7 +22,7 @@ from torchdist_ref.stores.tcp.protocol import IDENTITY_BYTES, MAX_VALUE_BYTES, R
 
 HOST, NOBODY = "127.0.0.1", 65534
 HUGE = 2**39
-SHORT = timedelta(seconds=0.5)
+TIMEOUT = timedelta(seconds=20)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user needs root")
 
 
@@ -96,7 +96,7 @@ Call = Callable[[TCPStore], Any]
 )
 def test_what_is_no_response_is_an_error_of_the_network(call: Call, reply: bytes, problem: str) -> None:
     with scripted_server(True, reply) as port:
-        store = TCPStore(HOST, port, timeout=SHORT)
+        store = TCPStore(HOST, port, timeout=TIMEOUT)
         with pytest.raises(DistNetworkError, match=f"the server at {HOST}:{port} sent what is no response.*{problem}"):
             call(store)
         store.close()
@@ -104,7 +104,7 @@ def test_what_is_no_response_is_an_error_of_the_network(call: Call, reply: bytes
 
 def test_a_refusal_that_is_text_is_an_error_of_the_argument() -> None:
     with scripted_server(True, identity() + response(b"no number", status=Status.REFUSED)) as port:
-        store = TCPStore(HOST, port, timeout=SHORT)
+        store = TCPStore(HOST, port, timeout=TIMEOUT)
         with pytest.raises(ArgumentError, match="no number"):
             store.add("k", 1)
         store.close()
@@ -130,7 +130,7 @@ def test_a_response_to_a_posted_request_has_a_limit() -> None:
 )
 def test_replies_of_torchs_servers_have_a_limit(call: Call, reply: bytes) -> None:
     with scripted_server(False, reply) as port:
-        store = TCPStore(HOST, port, timeout=SHORT)
+        store = TCPStore(HOST, port, timeout=TIMEOUT)
         with pytest.raises(DistNetworkError, match=rf"sent what is no response \(a length of {HUGE + 8}|{HUGE + 16}"):
             call(store)
         store.close()
@@ -172,7 +172,7 @@ def test_a_client_sends_nothing_to_a_server_of_another_user(accepts: bool, monke
     with in_child(serve_as_nobody, accepts, None) as (pipe, _):
         port = pipe.recv()
         with pytest.raises(AuthenticationError, match=f"{HOST}:{port} belongs to user {NOBODY}, and this process to"):
-            TCPStore(HOST, port, timeout=SHORT)
+            TCPStore(HOST, port, timeout=TIMEOUT)
         if accepts:
             assert pipe.recv() == b""
         monkeypatch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")

@@ -51,7 +51,7 @@ def _serves_a_new_client_at_once(master: TCPStore) -> None:
     new_client.set("new_client", "1")
     assert new_client.get("new_client") == b"1"
     new_client.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
 
 
 def dial(master: TCPStore, first: bytes = b"") -> socket.socket:
@@ -146,14 +146,16 @@ def test_valid_requests_may_arrive_in_pieces(master: TCPStore, cut: int) -> None
 
 
 def test_unfinished_handshakes_time_out(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.3)
-    welcome = dial(master, HANDSHAKE)
-    start = time.monotonic()
-    unvalidated = [dial(master, HANDSHAKE[: number % 5]) for number in range(100)]
-    slow = dial(master, HANDSHAKE[:1])
-    master.set("k", "v")
-    assert all(closed_by_server(each) for each in [*unvalidated, slow])
-    assert 0.25 < time.monotonic() - start < 3.0
+    welcome = dial(master, HANDSHAKE + write_request(Op.PING, 8))
+    assert welcome.recv(4) == struct.pack("<I", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "HANDSHAKE_SECONDS", 0.3)
+        start = time.monotonic()
+        unvalidated = [dial(master, HANDSHAKE[: number % 5]) for number in range(100)]
+        slow = dial(master, HANDSHAKE[:1])
+        master.set("k", "v")
+        assert all(closed_by_server(each) for each in [*unvalidated, slow])
+    assert 0.25 < time.monotonic() - start < 20
     # A validated client may be idle for any time.
     welcome.sendall(write_request(Op.PING, 9))
     assert welcome.recv(4) == struct.pack("<I", 9)
@@ -182,7 +184,8 @@ def test_flow_control_of_a_client_that_never_reads(master: TCPStore) -> None:
             sent += greedy.send(write_request(Op.GET, b"/big") * 1000)
     loop = _loop(master)
     assert master.get("big") == big
-    waiting = sum(len(piece) for each in loop.connections.values() for piece in each.send_queue)
+    # Copies, since the server's thread may still be at work.
+    waiting = sum(len(piece) for each in list(loop.connections.values()) for piece in list(each.send_queue))
     assert waiting <= 2 * (len(big) + 32), "a reply for each of two clients"
     greedy.close()
 
@@ -465,15 +468,16 @@ def test_a_full_store_refuses_what_is_sent_ahead(monkeypatch: pytest.MonkeyPatch
     server.close()
 
 
-def test_a_busy_server_does_not_take_a_slow_client_for_one_that_has_gone() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True)
-    loop = server.server._loop  # type: ignore[union-attr]
+def test_a_busy_server_does_not_take_a_slow_client_for_one_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BUSY_SECONDS", 60.0)
+    # It has no thread of its own, which would be idle.
+    loop = server.ServerLoop(sockets.listen(HOST, 0, Deadline(5)))
     loop.handler.sessions.disconnected[ClientSession(on_disconnect=(b"/gone", b"1"))] = time.monotonic()
     loop._check_limits(idle=False)
     assert loop.handler.sessions.disconnected and not loop.handler.table.values
     loop._check_limits(idle=True)
     assert not loop.handler.sessions.disconnected and loop.handler.table.values == {b"/gone": b"1"}
-    server.close()
+    loop.close_copies()
 
 
 def test_a_client_that_gives_up_a_silent_server_is_not_taken_for_one_that_has_gone() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.stores.store_helpers import wait_until_delivered
 from tests.stores.test_tcp_bounds import really_used
 from tests.stores.test_tcp_protocol import RecordingClient, response_parts, validated
 from torchdist_ref.errors import ArgumentError
@@ -124,6 +125,7 @@ def dial(loop: server.ServerLoop, data: bytes = b"", receive_bytes: int = 0) -> 
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     client.connect(loop.listeners.sockets[0].getsockname())
     client.sendall(HANDSHAKE + data)
+    wait_until_delivered(client)
     client.setblocking(False)
     for _ in range(3):
         turn(loop)
@@ -133,6 +135,11 @@ def dial(loop: server.ServerLoop, data: bytes = b"", receive_bytes: int = 0) -> 
 def turn(loop: server.ServerLoop) -> None:
     loop._serve_all(loop._poller.poll(0))
     loop._check_limits(idle=False)
+
+
+def receive(client: socket.socket) -> bytes:
+    assert select.select([client], [], [], 20)[0]
+    return client.recv(64)
 
 
 def is_closed(client: socket.socket) -> bool:
@@ -171,15 +178,17 @@ def test_requests_that_arrive_together_end_with_the_turn(
     monkeypatch.setattr(server, "monotonic", lambda: now.seconds)
     monkeypatch.setattr(RequestHandler, "handle", timed)
     clients[0].sendall(b"".join(write_request(Op.APPEND, b"/k", b"%03d" % number) for number in range(total)))
+    wait_until_delivered(clients[0])
     turns = 0
     while len(handled) < total:
         before = len(handled)
         clients[1].sendall(write_request(Op.PING, turns))
+        wait_until_delivered(clients[1])
         turn(loop)
         assert (0 <= len(handled) - before <= 6 and loop._poll_timeout() == 0.0) or len(handled) == total
         turns += 1
         assert turns <= total, "the requests that are left wait for no event"
-        assert clients[1].recv(64), "others are served in each turn"
+        assert receive(clients[1]), "others are served in each turn"
     assert turns >= total / 6 and handled == [b"%03d" % number for number in range(total)]
     turn(loop)
     assert not loop._unprocessed and not any(each.unprocessed for each in loop.connections.values())
@@ -327,7 +336,7 @@ def test_replies_that_nobody_reads_do_not_fill_the_store(loop: server.ServerLoop
     greedy = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 100), receive_bytes=4096)
     assert handler.memory.used > handler.memory.budget
     honest = dial(loop, write_request(Op.SET, b"/a", b"b") + write_request(Op.ADD, b"/n", 3))
-    assert honest.recv(64) == (3).to_bytes(8, "little") and handler.table.values[b"/a"] == b"b"
+    assert receive(honest) == (3).to_bytes(8, "little") and handler.table.values[b"/a"] == b"b"
     assert becomes_closed(greedy) and len(loop.connections) == 1 and loop._unsent == 0
     slow = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 4), receive_bytes=4096)
     with pytest.raises(ArgumentError, match="the store is full"):
@@ -399,6 +408,7 @@ def test_clients_that_have_only_greeted_are_capped_and_others_stay(
     silent = [dial(loop, GREETING) for _ in range(5)]
     assert all(becomes_closed(each) for each in silent[:2]) and not any(is_closed(each) for each in silent[2:])
     silent[2].sendall(write_request(Op.GET, b"/k"))
+    wait_until_delivered(silent[2])
     turn(loop)
     silent += [dial(loop, GREETING) for _ in range(3)]
     assert [becomes_closed(each) for each in silent[3:5]] == [True, True]

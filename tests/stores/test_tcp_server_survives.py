@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.stores.store_helpers import wait_until_delivered
 from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.sockets import READ
 from torchdist_ref.stores.tcp import server
@@ -44,6 +45,7 @@ class FullPoller:
 def dial(listener: socket.socket) -> socket.socket:
     client = socket.create_connection(listener.getsockname(), timeout=20)
     client.sendall(HANDSHAKE)
+    wait_until_delivered(client)
     return client
 
 
