@@ -244,9 +244,12 @@ def _read_entries(store: Store, keys: list[str], size: int, rank: int, timeout: 
     try:
         return store.wait_get(keys, timedelta(seconds=timeout))
     except StoreTimeoutError as error:
-        absent = rank_names(int(key.rpartition("/")[2]) for key in keys if not store.check([key]))
+        absent = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
+        if not absent:
+            # They have joined meanwhile, or the server was late.
+            return store.multi_get(keys)
         raise RankStalledError(
-            f"init_process_group or new_group on rank {rank}: {absent} of {size} did not join in time. "
+            f"init_process_group or new_group on rank {rank}: {rank_names(absent)} of {size} did not join in time. "
             f"Every member has to create the group."
         ) from error
 
