@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.notebook import CellError, CellInterrupted, PoolError, RankPool, RankServer
 from torchdist_ref.notebook.magic import SpmdMagics, SpmdUsageError
+from torchdist_ref.notebook.request import RankRequest
 from torchdist_ref.testing import fill
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +59,28 @@ def shown(pool: RankPool, source: str, **options: Any) -> Shown:
     items: Shown = []
     pool.run(source, show=lambda rank, item: items.append((rank, item)), **options)
     return [(rank, item if isinstance(item, str) else item["text/plain"]) for rank, item in items]
+
+
+def marked_wait(folder: Path) -> str:
+    """A line of a cell that waits, and leaves a file of its rank's number in a folder."""
+    return f"while True: os.close(os.open(f'{folder}/{{rank}}', os.O_CREAT)) or signal.pause()"
+
+
+def have_marked(folder: Path, ranks: set[int]) -> bool:
+    return {int(path.name) for path in folder.iterdir()} >= ranks
+
+
+def late_once_others_have_answered(monkeypatch: pytest.MonkeyPatch, late: set[int], folder: Path) -> None:
+    """Have the time of a request last until these ranks wait, and the others have answered: any rank may be slow."""
+    on_deadline = RankRequest._on_deadline
+
+    def later(request: RankRequest) -> None:
+        if request._report.late or (request._waiting == late and have_marked(folder, late)):
+            on_deadline(request)
+        else:
+            request._deadline += 0.05
+
+    monkeypatch.setattr(RankRequest, "_on_deadline", later)
 
 
 def failing(pool: RankPool, source: str, **options: Any) -> tuple[CellError, Shown]:
@@ -230,28 +255,37 @@ class TestFailures:
         failing(pool, source)
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_grace_time_of_the_others_after_a_failure(self, pool: RankPool) -> None:
-        error, _ = failing(pool, f"if rank == 1: raise ValueError('boom')\n{WAIT}", grace=0.1)
+    def test_grace_time_of_the_others_after_a_failure(self, pool: RankPool, tmp_path: Path) -> None:
+        pool.run("import time")
+        source = (
+            f"if rank == 1:\n  while len(os.listdir('{tmp_path}')) < 2: time.sleep(0.001)\n"
+            f"  raise ValueError('boom')\n{marked_wait(tmp_path)}"
+        )
+        error, _ = failing(pool, source, grace=0.1)
         assert str(error).splitlines() == [
             "rank 1 failed with ValueError: boom",
             "ranks 0, 2 did not answer within 0.1 s after rank 1 had ended: interrupted",
         ]
-        assert "[ranks 0, 2]     while True: signal.pause()\n" in error.report.traces()
+        assert f"[ranks 0, 2]     {marked_wait(tmp_path)}\n" in error.report.traces()
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_timeout_interrupts_and_names_unfinished_ranks(self, pool: RankPool) -> None:
-        """A second: rank 1 must answer within it, also on a busy machine."""
-        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {WAIT}", timeout=1)
-        assert str(error) == "ranks 0, 2 did not answer within 1 s: interrupted"
+    def test_timeout_interrupts_and_names_unfinished_ranks(
+        self, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        late_once_others_have_answered(monkeypatch, {0, 2}, tmp_path)
+        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {marked_wait(tmp_path)}", timeout=0.1)
+        assert str(error) == "ranks 0, 2 did not answer within 0.1 s: interrupted"
         assert error.report.late == {0, 2} and error.report.silent == set()
         assert items == [(0, "begun"), (1, "begun"), (2, "begun")]
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_ranks_that_ignore_an_interrupt(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Over a second, as above."""
+    def test_ranks_that_ignore_an_interrupt(
+        self, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        late_once_others_have_answered(monkeypatch, {2}, tmp_path)
         monkeypatch.setattr("torchdist_ref.notebook.request.ANSWER_SECONDS", 0.5)
-        source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {WAIT}"
-        error, _ = failing(pool, source, timeout=1)
+        source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {marked_wait(tmp_path)}"
+        error, _ = failing(pool, source, timeout=0.1)
         assert str(error).startswith("rank 2 did not answer the interrupt. Stop the ranks (%spmd_stop), which kills")
         with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: restart them"):
             pool.run("rank")
@@ -288,7 +322,9 @@ class TestFailures:
 
 
 class TestInterrupt:
-    def test_interrupt_reaches_every_rank(self, pool: RankPool) -> None:
+    def test_interrupt_reaches_every_rank(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Each line that is shown interrupts: those that come later must not give the ranks up.
+        monkeypatch.setattr("torchdist_ref.notebook.request._DOUBLE_PRESS_SECONDS", 60.0)
         items: Shown = []
 
         def listen(rank: int, item: Any) -> None:
@@ -318,7 +354,9 @@ class TestInterrupt:
             os.kill(pid, signal.SIGINT)
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_interrupt_during_much_output(self, pool: RankPool) -> None:
+    def test_interrupt_during_much_output(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torchdist_ref.notebook.request._DOUBLE_PRESS_SECONDS", 60.0)
+
         def listen(rank: int, item: Any) -> None:
             if item in ("100", "101", "102") and rank == 0:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -538,27 +576,48 @@ class TestStreams:
             pool.run("rank")
 
 
-def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+RANK_0_ANSWERS_IN_TIME = """
+from torchdist_ref.notebook.request import RankRequest
+on_deadline = RankRequest._on_deadline
+def later(request):
+    if 0 in request._waiting and not request._report.late:
+        request._deadline += 0.05
+    else:
+        on_deadline(request)
+RankRequest._on_deadline = later
+"""
+
+
+def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Slow, about five seconds: a kernel starts, and a rank server with torch.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [
-        "%load_ext torchdist_ref.notebook",
+        f"%load_ext torchdist_ref.notebook\n{RANK_0_ANSWERS_IN_TIME}",
         f"%%spmd -n 2\n{BEGIN}\nprint('hello')\nrank + 1",
         "%%spmd --ranks 1\nclass Picture:\n  _repr_svg_ = lambda s: '<svg/>'\nPicture()",
         "%%spmd\n1 / rank",
         f"%%spmd --timeout 0.2\nif rank:\n  {WAIT}",
-        f"%%spmd\nx = 5 - rank\n{WAIT}",
+        f"%%spmd\nx = 5 - rank\n{marked_wait(tmp_path)}",
         "%spmd_get x --rank 1\nx",
         "%spmd_get [os.getppid(),os.getpid()] --to pids\npids",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    # A cell that hangs is interrupted after so many seconds, as by the user.
     settings = {"allow_errors": True, "interrupt_on_timeout": True, "resources": {"metadata": {"path": str(ROOT)}}}
-    client = nbclient.NotebookClient(notebook, timeout=60, **settings)
+    client = nbclient.NotebookClient(notebook, timeout=60, iopub_timeout=60, **settings)
+
+    def interrupt_waiting_ranks() -> None:
+        """Do what the user's button does."""
+        limit = time.monotonic() + 100
+        while not have_marked(tmp_path, {0, 1}) and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.killpg(client.km.provisioner.pgid, signal.SIGINT)
+
     with client.setup_kernel():
+        user = threading.Thread(target=interrupt_waiting_ranks)
+        user.start()
         for index, cell in enumerate(notebook.cells):
-            client.timeout = 1 if index == 5 else 60
             client.execute_cell(cell, index)
+        user.join()
     _, hello, rich, error, late, interrupted, fetched, pids = [cell.outputs for cell in notebook.cells]
     assert [output.text for output in hello] == ["[rank 0] hello\n[rank 0] 1\n[rank 1] hello\n[rank 1] 2\n"]
     assert rich[0].text == "[rank 1]\n" and rich[1].data["image/svg+xml"] == "<svg/>"
