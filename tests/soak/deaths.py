@@ -40,13 +40,13 @@ import torchdist_ref as dist
 from tests.soak import proofs
 from torchdist_ref.stores import TCPStore
 
-WORLD, VISITS, BOUND_SECONDS, HANG_SECONDS = 3, 2, 0.1, 15.0
+WORLD, VISITS, BOUND_SECONDS, HANG_SECONDS = 3, 2, 0.1, 30.0
 MISSED_SECONDS = 1.0
 """Time after which a survivor was not merely late, but had missed the death: it is not tried again."""
 HEAD_START_SECONDS = 0.01
 PACKAGE = str(Path(dist.__file__).parent)
 TRANSPORTS = ("shared_memory", "tcp")
-INIT_TIMEOUT = timedelta(seconds=4)
+INIT_TIMEOUT = timedelta(seconds=9)
 TIMEOUT = timedelta(seconds=12)
 
 Prepare = Callable[[int], None]

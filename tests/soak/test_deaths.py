@@ -8,8 +8,8 @@ from tests.covering import covering
 from tests.soak import deaths
 
 pytestmark = pytest.mark.deaths
-# The bound of 100 ms is held on a quiet machine; here a hang must not pass.
-SOON, SHARE = 2.0, 0.05
+# The bound of 100 ms is held on a quiet machine; here no time-out must pass for a death that was noticed.
+SOON, SHARE = 6.0, 0.05
 
 
 @pytest.fixture(scope="module", autouse=True)
