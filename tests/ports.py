@@ -6,8 +6,8 @@ import random
 import socket
 from pathlib import Path
 
-PORTS = frozenset(range(10_000, 65_000)) - frozenset(range(29_400, 29_600))
-"""Not the ports that launchers use when none is given."""
+PORTS = frozenset(range(10_000, 65_000)) - frozenset(range(20_000, 30_000))
+"""Not the ports that launchers use when none is given, nor those that ranks derive from the number of a job."""
 
 
 def given_by_kernel() -> range:
