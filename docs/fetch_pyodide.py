@@ -25,7 +25,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         command = [npm, "pack", f"pyodide@{VERSION}"]
-        answer = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300)
+        try:
+            answer = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired:
+            print("Pyodide was not fetched: npm has not ended after 300 s. The workbench will not run.")
+            return
         archives = list(Path(scratch).glob("*.tgz"))
         if answer.returncode or not archives:
             print(f"Pyodide was not fetched: {answer.stderr.strip()[-300:]} The workbench will not run.")

@@ -147,6 +147,8 @@ def execute(notebook: nbformat.NotebookNode, folder: str, backend: str) -> int:
     client = NotebookClient(
         notebook,
         timeout=CELL_SECONDS,
+        # Outputs come apart from the end of a cell, on a busy machine later than the 4 s after which they are given up.
+        iopub_timeout=CELL_SECONDS,
         kernel_name="python3",
         resources={"metadata": {"path": folder}},
         on_cell_start=lambda cell, cell_index: report(cell, cell_index) if cell_index in codes else None,

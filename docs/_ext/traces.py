@@ -162,9 +162,12 @@ def get() -> dict[str, list[Hop]]:
     client = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=20))
     server.set("key", "value")
     client.get("key")
-    with Tracer() as tracer:
-        client.get("key")
-    return {"get": tracer.hops}
+    runs = []
+    for _ in range(3):
+        with Tracer() as tracer:
+            client.get("key")
+        runs.append(tracer.hops)
+    return {"get": min(runs, key=len)}
 
 
 def run_all() -> dict[str, list[Hop]]:

@@ -82,5 +82,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any) -> Iterator[Any]:
     """Open an empty page."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
+    # Half of what a test may take: a busy machine loads Perfetto or a large page for longer than the default of 30 s.
+    context.set_default_timeout(60_000)
     yield context.new_page()
     context.close()

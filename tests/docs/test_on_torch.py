@@ -44,7 +44,7 @@ def unused_parameters(level: c10d.DebugLevel) -> tuple[bool, bool]:
 
 def facts(rank: int, path: str) -> dict[str, Any]:
     """Ask torch's own Gloo."""
-    start_torch(init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
     message = fill(rank, (1,))
     work = c10d.isend(message, 1) if rank == 0 else c10d.irecv(message, 0)
