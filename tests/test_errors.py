@@ -112,12 +112,12 @@ def test_a_call_that_fails_without_a_text_is_recorded_and_ends_the_group(error: 
             recorder = Recorder()
             recorder.fail(entry := recorder.begin((0, 0), Barrier(), ((), ())), error)
             link.abort(error, "a call")
-            assert told.wait(10) and entry[ERROR] == (message_of(error), ())
+            assert told.wait(20) and entry[ERROR] == (message_of(error), ())
             return ""
         with pytest.raises(dist.GroupAbortedError) as caught:
             dist.barrier()
         told.set()
         return str(caught.value)
 
-    text = run(fail, 2, threading.Event(), timeout=4)[0]
+    text = run(fail, 2, threading.Event(), timeout=20)[0]
     assert f"rank 1 aborted: {type(error).__name__} in a call: " in text

@@ -123,13 +123,24 @@ def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
     assert failure_record.read(tmp_path / "error.json") is None
 
 
+# A launcher that waits as long as a busy machine takes for the rank that has caused the failure of another one.
+LAUNCHER_WITH_A_LONG_TIMEOUT = """
+import sys
+from torchdist_ref.launch import main
+from torchdist_ref.launcher import supervisor
+
+supervisor._CAUSE_SECONDS = 60.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def launch(
     script: str, ranks: int, folder: Path, python: str = sys.executable
 ) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run a script of which rank 1 fails first; return how it ended and the line of the launcher that blames a rank."""
     (folder / "script.py").write_text(script)
     result = subprocess.run(
-        [python, "-m", "torchdist_ref.launch", "--nproc-per-node", str(ranks), "script.py"],
+        [python, "-c", LAUNCHER_WITH_A_LONG_TIMEOUT, "--nproc-per-node", str(ranks), "script.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

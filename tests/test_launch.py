@@ -25,7 +25,8 @@ from tests.ports import reserve_port
 from tests.process_ends import all_ended
 
 ROOT = Path(__file__).parent.parent
-WAIT = "import signal\nwhile True: signal.pause()\n"
+# Not `signal.pause`: a signal between Python's last look for signals and that call would wake nobody.
+WAIT = "import time\nwhile True: time.sleep(1)\n"
 RANK = "import os, sys\nrank = int(os.environ['RANK'])\n"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
