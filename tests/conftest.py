@@ -171,6 +171,17 @@ def proof(request: pytest.FixtureRequest) -> Callable[..., None]:
     return lambda *seen: publish(request.node.nodeid, *seen)
 
 
+@pytest.fixture
+def clients_with_long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients of a store wait for a busy server: to connect to it, and for its report at the end of a wait."""
+    from torchdist_ref import timeouts
+    from torchdist_ref.stores.tcp.client import ConnectionPool
+
+    connect = ConnectionPool.connect
+    monkeypatch.setattr(timeouts, "_MIN_GRACE_SECONDS", 20.0)
+    monkeypatch.setattr(ConnectionPool, "connect", lambda pool, _: connect(pool, timeouts.Deadline(20.0)))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process or a thread behind."""

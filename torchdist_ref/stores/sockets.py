@@ -126,6 +126,13 @@ def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline)
         raise OSError(code, f"{errno.errorcode.get(code, code)}: {os.strerror(code)}")
 
 
+def has_input(sock: socket.socket) -> bool:
+    """Return whether a read of a socket would not block."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def listen(host: str, port: int, deadline: Deadline) -> list[socket.socket]:
     """Return non-blocking listening sockets on the addresses of a host, all on one port.
 

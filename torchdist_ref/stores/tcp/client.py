@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, advice_on_limit
 from torchdist_ref.forks import close_copies_in_child
+from torchdist_ref.stores.sockets import has_input
 from torchdist_ref.stores.tcp.client_socket import ConnectionLost, ServerAddress, as_option, open_socket, unreachable
 from torchdist_ref.stores.tcp.memory import MEMORY_VARIABLE, memory_budget
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op, Operation, recognized
@@ -110,16 +111,13 @@ class DeadlineSocket:
 
     def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
         """Return the next bytes, between 1 and `limit`. Raises as `send`."""
-        longest, flags = CHECK_SECONDS, 0
+        longest = CHECK_SECONDS
         while True:
             if self._limit != longest or deadline.at - monotonic() < longest:
-                # A process that did not run until the deadline must not blame the server, which may have responded.
-                flags = 0 if self._limit_wait(deadline, longest) else socket.MSG_DONTWAIT
+                self._limit_wait(deadline, longest)
             try:
-                data = self._socket.recv(limit, flags)
+                data = self._socket.recv(limit)
             except (TimeoutError, BlockingIOError):
-                if flags:
-                    raise TimeoutError from None
                 longest = max_sleep()
                 continue
             except OSError as error:
@@ -128,16 +126,16 @@ class DeadlineSocket:
                 raise ConnectionLost("the server closed the connection")
             return data
 
-    def _limit_wait(self, deadline: Deadline, longest: float) -> bool:
-        """Let the next read block until the deadline, `longest` seconds at most; return whether any time is left."""
+    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
+        """Let the next read block until the deadline, and for `longest` seconds at most."""
         seconds = min(deadline.at - monotonic(), longest)
-        if seconds <= 0:
-            return False
-        if seconds != self._limit:
+        # A process that did not run until the deadline must not blame the server, which may have responded.
+        if seconds <= 0 and not has_input(self._socket):
+            raise TimeoutError
+        if 0 < seconds != self._limit:
             # Not `settimeout`, which would have Python call `poll` before every read and write.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_option(seconds))
             self._limit = seconds
-        return True
 
     def close(self) -> None:
         """Close the socket."""
@@ -164,11 +162,6 @@ class RequestTimeout(Exception):
 
 def _extended(deadline: Deadline) -> Deadline:
     return deadline.extended(grace(deadline.seconds))
-
-
-def _grace_period(deadline: Deadline) -> Deadline:
-    """Return the end of the grace period after a deadline that has passed: this process may not have run until now."""
-    return Deadline(grace(deadline.seconds))
 
 
 class ClientConnection:
@@ -257,9 +250,8 @@ class ClientConnection:
                     return self._exchange_framed(sock, operation, fields, deadline, ahead)
                 for each, values in ahead:
                     _exchange_plain(sock, each, values, deadline)
-                if operation.emulation is not None:
-                    return _emulate(sock, operation, fields, deadline)
-                return _exchange_plain(sock, operation, fields, deadline)
+                exchange = _exchange_plain if operation.emulation is None else _emulate
+                return exchange(sock, operation, fields, deadline)
             except ConnectionLost as lost:
                 self.close()
                 self._number += len(ahead) and 1 + len(ahead)
@@ -312,9 +304,8 @@ class ClientConnection:
         """
         requests = write_request(operation, *fields, number=self._number)
         if ahead:
-            first = self._number - len(ahead)
-            before = [write_request(each, *values, number=first + i) for i, (each, values) in enumerate(ahead)]
-            requests = b"".join([*before, requests])
+            numbered = enumerate(ahead, self._number - len(ahead))
+            requests = b"".join([write_request(each, *values, number=n) for n, (each, values) in numbered] + [requests])
         self._send(sock, requests, deadline)
         response = b""
         if self._unread or ahead or self._identity_due:
@@ -322,7 +313,8 @@ class ClientConnection:
         try:
             response = response or sock.receive(deadline)
         except TimeoutError:
-            extended = _grace_period(deadline)
+            # From now on: this process may not have run since the deadline.
+            extended = Deadline(grace(deadline.seconds))
             if operation.unmet is not None:
                 sock.send(write_request(Op.CANCEL_WAIT), extended)
             response = sock.receive(extended)
@@ -475,7 +467,7 @@ def _exchange_plain(
     except TimeoutError:
         if not waits:
             raise
-    extended = _grace_period(deadline)
+    extended = Deadline(grace(deadline.seconds))
     sock.send(write_request(Op.CANCEL_WAIT), extended)
     if sock.take(1, extended) == b"\x01":
         raise RequestTimeout

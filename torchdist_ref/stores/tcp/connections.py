@@ -81,7 +81,8 @@ class ServerConnection(StoreClient):
         in_use: whether the client has sent anything but greetings.
         recent_seconds: time of the server's thread that its requests took lately.
         presumed_seconds: what is added to that until the client has left no request for a later turn.
-        served: when it was served last, or accepted, in seconds of the time of the server's thread.
+        served: when it was served last, in seconds of the time of the server's thread. Until its first turn, minus the
+            time at which it was accepted: in the order of these numbers, the newest of the new clients is the first.
     """
 
     def __init__(self, owner: ConnectionOwner, sock: socket.socket, served: float) -> None:

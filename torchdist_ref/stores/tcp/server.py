@@ -55,11 +55,8 @@ BUSY_SECONDS = 0.2
 """Time that a busy server waits longer for clients that have disconnected to connect again."""
 HANDSHAKE_SECONDS = 5.0
 MEMORY_LIMIT = 4 * 2**20
-READ_BYTES = 4096
-MAX_READ_BYTES = 64 * 1024
-MAX_UNVALIDATED = 1024
-MAX_UNSERVED = 2048
-MAX_NEWCOMERS = 4096
+READ_BYTES, MAX_READ_BYTES = 4096, 64 * 1024
+MAX_UNVALIDATED, MAX_UNSERVED, MAX_NEWCOMERS = 1024, 2048, 4096
 UNSENT_SHARE = 16
 """Part of the budget, as its divisor, that unsent replies may always use, also in a store that is full of keys."""
 TURN_SECONDS = 0.005
@@ -73,8 +70,7 @@ QUICK_SECONDS = 0.001
 SHORT_BYTES = 64 * 1024
 SHORT_WEIGHT = 4096
 """Size and weight of a request that waits only for other short ones, not for the long."""
-PAUSED_CHECK_SECONDS = 0.25
-ERROR_PAUSE_SECONDS = 0.1
+PAUSED_CHECK_SECONDS, ERROR_PAUSE_SECONDS = 0.25, 0.1
 STOP_SECONDS = 5.0
 _GREETINGS = (Op.VALIDATE, Op.PING)
 _Ready: TypeAlias = tuple[float, float, int, int]
@@ -197,15 +193,11 @@ class ServerLoop(ConnectionOwner):
         return ready
 
     def _cost(self, descriptor: int) -> tuple[float, float]:
-        """Return the time that a client may take, and when it was served last, or minus when it was accepted.
-
-        Listening sockets come first.
-        """
+        """Return the time that a client may take, and when it was served last. Listening sockets come first."""
         connection = self.connections.get(descriptor)
         if connection is None:
             return 0.0, 0.0
-        served = -connection.served if connection in self._unserved else connection.served
-        return max(QUICK_SECONDS, connection.recent_seconds + connection.presumed_seconds), served
+        return max(QUICK_SECONDS, connection.recent_seconds + connection.presumed_seconds), connection.served
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
@@ -224,7 +216,7 @@ class ServerLoop(ConnectionOwner):
         more = True
         while more:
             for sock in self.listeners.accept(descriptor):
-                self._add(ServerConnection(self, sock, self._clock.read()))
+                self._add(ServerConnection(self, sock, -self._clock.read()))
             more = self.listeners.more and len(self._unserved) < MAX_UNSERVED and self._clock.read() < end
         if self.listeners.exhausted:
             # The kernel reports that even if nobody waits, so a client that was accepted just now must not go.
