@@ -139,7 +139,7 @@ def handlers_of_rendezvous_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_handlers", dict(module._handlers))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def late_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `run` wait longer for the others once a rank has died: a busy machine may not resume them within 3 s."""
     monkeypatch.setattr("torchdist_ref.testing.running._GRACE_SECONDS", 15.0)

@@ -187,7 +187,9 @@ def long_wait_for_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_wait_for_survivors")
-def test_faults_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine may not resume a rank within 2 s.
+    monkeypatch.setattr(faults, "SURVIVOR_SECONDS", 10.0)
     out = tmp_path / "out.json"
     assert main(["faults", "--ops", "recv", "--backends", "ref", "--trials", "1", "--json", str(out)]) == 0
     assert "worst ms" in capsys.readouterr().out

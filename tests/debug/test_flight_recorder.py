@@ -41,7 +41,6 @@ VARIABLES = (
 )
 
 # A rank that another one fails has to write its dump before it is stopped.
-pytestmark = pytest.mark.usefixtures("late_survivors")
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,6 @@ from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
 
 # A rank that another one fails has to write its dump before it is stopped.
-pytestmark = pytest.mark.usefixtures("late_survivors")
 # Groups are made with it too, and several ranks have to wait before it is over: a busy machine needs some of it.
 SOON = timedelta(seconds=2)
 

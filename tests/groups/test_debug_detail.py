@@ -167,7 +167,6 @@ def ends_before_its_call(rank: int, how: str) -> tuple[str, str, float]:
     return failing(lambda: dist.all_reduce(torch.ones(2)))
 
 
-@pytest.mark.usefixtures("late_survivors")
 @pytest.mark.parametrize("how", ["killed", "aborts"])
 def test_a_rank_that_ends_before_its_call_is_named_at_once(how: str) -> None:
     """Once the watch over the creation of the group waited, which knew of nothing later."""

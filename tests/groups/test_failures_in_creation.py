@@ -43,7 +43,6 @@ def die_before_joining(rank: int, name: str) -> tuple[str, str, float]:
     return failing(CALLS[name])
 
 
-@pytest.mark.usefixtures("late_survivors")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_dies_before_it_joins_is_named(name: str) -> None:
     with pytest.raises(RankError) as caught:
@@ -202,7 +201,6 @@ def two_deaths(rank: int) -> tuple[str, str, float] | None:
     return first
 
 
-@pytest.mark.usefixtures("late_survivors")
 def test_a_second_death_ends_a_shrink_that_can_be_repeated() -> None:
     with pytest.raises(RankError) as caught:
         run(two_deaths, 4, ranks="processes")
@@ -275,7 +273,6 @@ def take_the_key_from_a_dying_rank(rank: int, port: int) -> tuple[str, str, floa
     return failing(lambda: dist.init_process_group("ref", store=store, rank=rank, world_size=2))
 
 
-@pytest.mark.usefixtures("late_survivors")
 def test_a_rank_that_dies_while_it_serves_the_session_key_is_named() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(RankError) as caught:

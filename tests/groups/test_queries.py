@@ -184,6 +184,8 @@ def counts(rank: int, path: str, size: int) -> tuple[list[int], list[int]]:
         group = library.new_group()
         library.destroy_process_group(group)
         mine.append(library.get_pg_count())
+        # A rank that ends here would break the connections of another that still makes its group.
+        dist.barrier()
     theirs.destroy_process_group()
     dist.destroy_process_group()
     found[0].append(dist.get_pg_count())

@@ -170,7 +170,6 @@ def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str,
     return failing(lambda: dist.shrink_group([1]))
 
 
-@pytest.mark.usefixtures("late_survivors")
 @pytest.mark.parametrize("hosts", ["AAAA", "ABAB", "ABAC"])
 def test_a_second_death_is_named_by_a_rank_that_shrinks_late(hosts: str) -> None:
     with pytest.raises(RankError) as caught:

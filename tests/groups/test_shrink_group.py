@@ -82,7 +82,6 @@ def without_the_server(rank: int, port: int, hosts: bool) -> Any:
     return seen
 
 
-@pytest.mark.usefixtures("late_survivors")
 @pytest.mark.parametrize("hosts", [False, True], ids=["shared memory", "TCP"])
 def test_ranks_continue_without_the_one_that_served_the_store(hosts: bool) -> None:
     port = reserve_port()

@@ -218,7 +218,7 @@ def test_a_client_that_says_nothing_is_timed_though_nobody_else_says_anything(lo
 def test_accepting_takes_at_most_its_share_of_a_turn(
     loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accept_slowly(monkeypatch, clock, 0.0003)
+    accept_slowly(monkeypatch, clock, 0.0005)
     clients = crowd(loop)
     counts = []
     while len(loop.connections) < len(clients):

@@ -61,7 +61,7 @@ UNSENT_SHARE = 16
 """Part of the budget, as its divisor, that unsent replies may always use, also in a store that is full of keys."""
 TURN_SECONDS = 0.005
 """Time of each half of a turn, of this thread: a busy host lets the thread wait, which is no fault of a client."""
-ACCEPT_SECONDS = 0.03
+ACCEPT_SECONDS = 0.05
 """Time in a turn for new connections, longer than that for the others: a client behind many waits for few turns."""
 ROUND_SECONDS = 0.02
 """Time in which all ready clients should have had a turn: each is served for its share of that, but one request."""
