@@ -218,7 +218,7 @@ def test_a_client_that_says_nothing_is_timed_though_nobody_else_says_anything(lo
 def test_accepting_takes_at_most_its_share_of_a_turn(
     loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accept_slowly(monkeypatch, clock, 0.0005)
+    accept_slowly(monkeypatch, clock, 0.0004)
     clients = crowd(loop)
     counts = []
     while len(loop.connections) < len(clients):
@@ -229,8 +229,8 @@ def test_accepting_takes_at_most_its_share_of_a_turn(
         each.close()
     # The kernel is asked for the owners of 48 at a time, and the last of these may end late.
     assert counts == [144, 288, 300]
-    # The second turn and the third serve 50 each in their 10 ms, as each sends two requests.
-    assert served == 100
+    # The second turn and the third serve 50 each in their 10 ms, as each sends two requests; the last may end late.
+    assert 100 <= served <= 104
 
 
 def test_a_client_that_came_after_many_new_ones_is_answered_in_the_turn_after_its_acceptance(
@@ -247,10 +247,10 @@ def test_a_client_that_came_after_many_new_ones_is_answered_in_the_turn_after_it
     accepted, values = len(loop.connections), loop.handler.table.values
     assert (accepted, dict(values)) == (301, {})
     turn(loop)
-    print([i for i, each in enumerate(loop.connections.values()) if each.validated], clock.now)
     assert values[b"/honest"] == b"1"
     # In the other half of the turn, those that came first are served.
-    assert sorted(each.validated for each in [*loop.connections.values()][:10]) == [True] * 10
+    validated = [each.validated for each in loop.connections.values()]
+    assert validated[:20] == [True] * 20 and validated[150] is False
     for each in [*greedy, honest]:
         each.close()
 
