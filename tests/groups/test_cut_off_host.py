@@ -39,15 +39,15 @@ def barrier(store: TCPStore) -> None:
 def test_monitored_barrier_ends_by_its_timeout(relay: LossyRelay, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", relay.port, timeout=LONG)
     relay.cut_off = not begun
-    raise_in_vain = WatchedStore._raise_in_vain
+    appeared_at_last = WatchedStore._appeared_at_last
 
-    def cut_off_after_a_look(watched: WatchedStore, *arguments: Any) -> None:
+    def cut_off_after_a_look(watched: WatchedStore, *arguments: Any) -> bool:
         # Here, and not on another thread, which may be too late. An answer means that this rank has arrived.
         if (limit := request_limit()) is not None and limit.silent_since is None:
             relay.cut_off = True
-        raise_in_vain(watched, *arguments)
+        return appeared_at_last(watched, *arguments)
 
-    monkeypatch.setattr(WatchedStore, "_raise_in_vain", cut_off_after_a_look)
+    monkeypatch.setattr(WatchedStore, "_appeared_at_last", cut_off_after_a_look)
     errors: list[BaseException] = []
 
     def program() -> None:

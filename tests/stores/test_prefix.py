@@ -109,6 +109,24 @@ def test_key_set_before_the_failure_is_returned(store: Any) -> None:
     assert WatchedStore("a", store, failure).get("last") == b"word"
 
 
+@pytest.mark.timeout(20)
+def test_keys_at_a_server_slower_than_each_check_are_returned_at_the_deadline() -> None:
+    """Once the wait went on for ever: no check had a response in time, and the keys were there."""
+
+    class Slow(HashStore):
+        def wait_get(self, *_: Any) -> list[bytes]:
+            raise StoreTimeoutError("the server does not respond at all")
+
+        def wait(self, *_: Any) -> None:
+            raise StoreTimeoutError("the server does not respond at all")
+
+    store = Slow()
+    store.set("a/key", "value")
+    watched = WatchedStore("a", store, lambda: None)
+    assert watched.wait_get(["key"], timedelta(seconds=0.01)) == [b"value"]
+    watched.wait(["key"], timedelta(seconds=0.01))
+
+
 def test_network_error_of_the_store_is_raised_at_once() -> None:
     class Broken(HashStore):
         def wait(self, *_: Any) -> None:

@@ -268,7 +268,9 @@ class WatchedStore(PrefixStore):
                 if limit is None or limit.silent_since is None:
                     # The server has responded, so the keys are set.
                     publish = on_disconnect = None
-                self._raise_in_vain(keys, deadline)
+                if self._appeared_at_last(keys, deadline):
+                    # A server that takes longer than a check would miss each of them.
+                    return super().multi_get(keys)
             return values
         for key, value in (publish or {}).items():
             self.set(key, value)
@@ -278,10 +280,11 @@ class WatchedStore(PrefixStore):
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         deadline = self._deadline("wait", timeout)
         while not self._appeared(keys, Deadline(min(CHECK_SECONDS, deadline.remaining()))):
-            self._raise_in_vain(keys, deadline)
+            if self._appeared_at_last(keys, deadline):
+                return
 
-    def _raise_in_vain(self, keys: Sequence[Text], deadline: Deadline) -> None:
-        """Raise if a rank has failed or the deadline has passed, and the keys have not appeared meanwhile."""
+    def _appeared_at_last(self, keys: Sequence[Text], deadline: Deadline) -> bool:
+        """Return whether the keys have appeared, once a rank has failed or the deadline has passed; raise if not."""
         limit = request_limit()
         if limit is not None and limit.silent and min(limit.deadline.remaining(), deadline.remaining()) < _LAST_SECONDS:
             # The server will hardly respond now, and one more request could end too late.
@@ -289,8 +292,11 @@ class WatchedStore(PrefixStore):
             raise self._not_responding(keys, deadline)
         failure = self._failure()
         # The keys may have been set just before the failure.
-        if (failure is not None or deadline.passed()) and not self.check(keys):
+        if failure is None and not deadline.passed():
+            return False
+        if not self.check(keys):
             raise failure or self._timed_out("wait", self._missing(keys), deadline)
+        return True
 
     def _not_responding(self, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
