@@ -369,3 +369,43 @@ def test_a_wait_for_a_message_that_gives_up_names_its_sender() -> None:
     assert text.startswith("recv: not done after 0.01 s of waiting; the call itself is still running. ")
     assert text.endswith("It waits for rank 2 of group 'world'.")
     assert ranks == (2,)
+
+
+def receive_while_another_thread_gives(rank: int) -> list[float]:
+    """Receive a message to this rank itself that another thread has taken for the receive, and not yet written."""
+    receiver: Any = world.default_group().backend._messages._receiver
+    post, give, finish = receiver.post, receiver._give, receiver.finish
+    taken, write = threading.Event(), threading.Event()
+
+    def post_and_send(receive: Any) -> None:
+        post(receive)
+        receiver.post = post
+        sender = threading.Thread(target=dist.isend, args=(fill(3, (5,)), rank))
+        sender.start()
+        senders.append(sender)
+        assert taken.wait(20)
+
+    def give_late(*of_message: Any) -> None:
+        taken.set()
+        assert write.wait(20)
+        give(*of_message)
+
+    def finish_late(receive: Any) -> None:
+        write.set()
+        finish(receive)
+
+    senders: list[threading.Thread] = []
+    receiver.post, receiver._give, receiver.finish = post_and_send, give_late, finish_late
+    tensor = torch.zeros(5)
+    try:
+        assert dist.recv(tensor, rank) == rank
+    finally:
+        write.set()
+        for sender in senders:
+            sender.join()
+    return tensor.tolist()
+
+
+def test_a_message_to_itself_that_comes_while_a_receive_looks_for_it_is_received() -> None:
+    """Once the receive said that there is none, and the message was lost."""
+    assert run(receive_while_another_thread_gives, 1, ranks="processes") == [fill(3, (5,)).tolist()]

@@ -195,8 +195,12 @@ class Receiver:
         Raises:
             ArgumentError: There is none.
         """
-        if not receive.ended:
-            self._forget(receive)
+        with self._queues:
+            # Another thread may just give it its message.
+            unsent = receive in self._posted
+            if unsent:
+                self._posted.remove(receive)
+        if unsent:
             raise ArgumentError(
                 f"recv: Invalid source rank: source rank should not be the same as the rank of the current process"
                 f"{on_rank()}, unless a message to itself was sent before, and none with tag {receive.call.tag} is "
