@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import torchdist_ref as dist
+
 SIZE = 2
 
 
@@ -178,6 +180,8 @@ def substitutions() -> Iterator[Misuse]:
 def destroyed(site: Site) -> Any:
     """Return a destroyed group."""
     group = site.library.new_group()
+    # A rank that destroys it at once would break the connections of another that still makes it.
+    dist.barrier()
     site.library.destroy_process_group(group)
     return group
 

@@ -217,6 +217,8 @@ def worlds(rank: int, path: str) -> list[bool]:
         everybody = library.new_group()
         found += [library.group.WORLD is library.GroupMember.WORLD, everybody is not library.group.WORLD]
         found.append(library.get_process_group_ranks(library.group.WORLD) == [0, 1])
+        # As above.
+        dist.barrier()
     theirs.destroy_process_group()
     dist.destroy_process_group()
     return [*found, dist.group.WORLD is None, theirs.group.WORLD is None]
