@@ -57,10 +57,12 @@ def _cycle(context: RankContext, name: str) -> list[float]:
 
 def free_port() -> int:
     """Return a port that was free just now, and that the kernel gives to nobody before it is served."""
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
-    candidates = [port for port in range(10_000, 65_000) if not first <= port <= last]
-    while candidates:
-        port = candidates.pop(random.SystemRandom().randrange(len(candidates)))
+    candidates = []
+    with suppress(OSError):  # other systems than Linux
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+        candidates = [port for port in range(10_000, 65_000) if not first <= port <= last]
+    random.SystemRandom().shuffle(candidates)
+    for port in candidates:
         with suppress(OSError), closing(socket.create_server((HOST, port))):
             return port
     with closing(socket.create_server((HOST, 0))) as probe:
