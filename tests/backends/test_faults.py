@@ -17,18 +17,12 @@ import torchdist_ref as dist
 from tests.outcomes import failing, set_timeout
 from torchdist_ref.backends import base
 from torchdist_ref.groups import world
-from torchdist_ref.testing import RankError, fill, run, running
+from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports import link
 
 # A loose bound: the goal of 100 ms is measured by the benchmark; a test on a busy machine must not be a timer. The
 # time-out of most groups here is 24 s.
 SOON = 10.0
-
-
-@pytest.fixture(autouse=True)
-def survivors_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let survivors of a failure take as long as their errors may, not the three seconds of `run`."""
-    monkeypatch.setattr(running, "_GRACE_SECONDS", SOON + 2.0)
 
 
 BOTH_EXECUTORS = pytest.mark.parametrize("executor", ["fast", "reference"], indirect=True)

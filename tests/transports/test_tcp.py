@@ -22,7 +22,7 @@ import torchdist_ref as dist
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.stores import HashStore
-from torchdist_ref.testing import RankError, fill, run, running
+from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
 from torchdist_ref.transports import tcp
 from torchdist_ref.transports.mailbox import Mailbox
@@ -30,12 +30,6 @@ from torchdist_ref.transports.tcp import interface_address
 
 # The time-out of each group is 20 s; the goal of 100 ms is measured by the benchmark.
 SOON = 10.0
-
-
-@pytest.fixture(autouse=True)
-def survivors_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let survivors of a failure take as long as their errors may, not the three seconds of `run`."""
-    monkeypatch.setattr(running, "_GRACE_SECONDS", SOON + 2.0)
 
 
 def join(rank: int, hosts: str, path: str, interface: str = "") -> None:

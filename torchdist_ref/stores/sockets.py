@@ -43,7 +43,6 @@ _REQUEST, _REPLY_KIND, _REPLY = map(struct.Struct, ("=IHHIIBBBBIHH16s16sIII", "=
 # States: TCP_ESTABLISHED; those of connections that may wait to be accepted (also TCP_SYN_RECV); that of listeners.
 _CONNECTED, _OPENED, _LISTENING = 1, (1, 3), 10
 _CLOSED, _UNACCEPTED, _UNASKED = -1, -2, -3
-_ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 @lru_cache
@@ -256,11 +255,7 @@ def refused_users(owners: SocketOwners, listener: socket.socket, peers: Sequence
     """
     if trusts_network():
         return [None] * len(peers)
-    own = listener.getsockname()
-    # On all interfaces, each connection has another address at this end.
-    everywhere = own[0] in _ALL_INTERFACES
-    ends = [(address, sock.getsockname() if everywhere else own) for sock, address in peers]
-    found = owners.find(listener.family, ends)
+    found = owners.find(listener.family, [(address, sock.getsockname()) for sock, address in peers])
     return [
         None if user == _CLOSED and _is_elsewhere(sock, address[0]) else _refused(user)
         for user, (sock, address) in zip(found, peers, strict=True)
