@@ -217,6 +217,7 @@ class RecordingClient(StoreClient):
     """Client without a socket."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent = b""
         self.disconnected = ""
 

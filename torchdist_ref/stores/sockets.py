@@ -343,10 +343,14 @@ class SocketOwners:
 
 
 def _owner_request(family: socket.AddressFamily, own: tuple[Any, ...], peer: tuple[Any, ...] | None) -> bytes:
-    address, port = (socket.inet_pton(family, peer[0]), socket.htons(peer[1])) if peer else (b"", 0)
-    ends = socket.htons(own[1]), port, socket.inet_pton(family, own[0]), address
+    address, port = (_packed(family, peer[0]), socket.htons(peer[1])) if peer else (b"", 0)
+    ends = socket.htons(own[1]), port, _packed(family, own[0]), address
     header = _REQUEST.size, _BY_FAMILY, 1, 1, 0
     return _REQUEST.pack(*header, family, socket.IPPROTO_TCP, 0, 0, _ANY, *ends, 0, _ANY, _ANY)
+
+
+# Thousands of clients come from few hosts.
+_packed = lru_cache(1024)(socket.inet_pton)
 
 
 def _owner_in(reply: bytes, listening: bool) -> int | None:

@@ -22,6 +22,8 @@ SERVICE_SECONDS = 0.0002
 NEWCOMER_SECONDS = 0.002
 """First `presumed_seconds`: between the time of a client that sends one small request at a time, and of a greedy one.
 """
+QUICK_SECONDS = 0.001
+"""`recent_seconds` below which clients come in the order in which they were served: these are small requests."""
 BRIEF_SECONDS = 500e-6
 SMALL_REPLY_BYTES = 4096
 LARGE_REPLY_BYTES = 64 * 1024
@@ -85,9 +87,32 @@ class ServerConnection(StoreClient):
             time at which it was accepted: in the order of these numbers, the newest of the new clients is the first.
     """
 
+    __slots__ = (
+        "_more",
+        "accepted",
+        "closed",
+        "counted",
+        "counted_unsent",
+        "decoder",
+        "descriptor",
+        "in_use",
+        "interest",
+        "owner",
+        "parked",
+        "presumed_seconds",
+        "queue",
+        "recent_seconds",
+        "send_queue",
+        "served",
+        "sock",
+        "unfinished_since",
+        "unprocessed",
+        "unsent",
+    )
+
     def __init__(self, owner: ConnectionOwner, sock: socket.socket, served: float) -> None:
+        super().__init__()
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.owner, self.descriptor = sock, owner, sock.fileno()
         self.decoder = RequestDecoder()
         self.send_queue: deque[memoryview] = deque()
@@ -101,6 +126,17 @@ class ServerConnection(StoreClient):
         self._more: Iterator[bytes] | None = None
         self.interest = READ
         self.closed = False
+
+    def order(self) -> tuple[float, float]:
+        """Return the time that the client may take, and when it was served last."""
+        return max(QUICK_SECONDS, self.recent_seconds + self.presumed_seconds), self.served
+
+    def charge(self, seconds: float, now: float) -> None:
+        """Note that the client has been served for a time, until now."""
+        self.served = now
+        self.recent_seconds = self.recent_seconds * 0.9 + seconds
+        if not (self.unprocessed or self.queue):
+            self.presumed_seconds = 0.0
 
     def send(self, pieces: Sequence[Piece]) -> None:
         size = sum(map(len, pieces))

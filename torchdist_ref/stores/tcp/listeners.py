@@ -50,6 +50,9 @@ class ListeningSockets:
         self._reserve: int | None = None
         self._owners = SocketOwners()
         self._reopen_reserve()
+        for each in sockets:
+            # Connections inherit it.
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.listen(True)
 
     def listen(self, wanted: bool) -> None:

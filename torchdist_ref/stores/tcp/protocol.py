@@ -438,6 +438,8 @@ class RequestDecoder:
         held: bytes of unfinished requests in memory.
     """
 
+    __slots__ = ("__weakref__", "_at", "_data", "_extent", "_needed", "_turns", "_validated", "held")
+
     def __init__(self) -> None:
         self._data: bytes | bytearray = b""
         self._at = 0

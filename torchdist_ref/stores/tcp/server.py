@@ -34,8 +34,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
-from heapq import heapify, heappop
+from collections.abc import Mapping, Sized
+from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from time import monotonic
 from typing import TypeAlias
@@ -65,8 +65,6 @@ ACCEPT_SECONDS = 0.05
 """Time in a turn for new connections, longer than that for the others: a client behind many waits for few turns."""
 ROUND_SECONDS = 0.02
 """Time in which all ready clients should have had a turn: each is served for its share of that, but one request."""
-QUICK_SECONDS = 0.001
-"""`recent_seconds` below which clients come in the order in which they were served: these are small requests."""
 SHORT_BYTES = 64 * 1024
 SHORT_WEIGHT = 4096
 """Size and weight of a request that waits only for other short ones, not for the long."""
@@ -158,12 +156,16 @@ class ServerLoop(ConnectionOwner):
         if self._unprocessed or self._unserved:
             reported = {descriptor for descriptor, _ in ready}
             for connection in [each for each in self._unserved if each.descriptor not in reported]:
-                # A new client that has sent nothing.
-                self._note_first_turn(connection)
+                self._note_silent(connection)
             ready += [(each.descriptor, 0) for each in self._unprocessed if each.descriptor not in reported]
-        self._service_seconds = min(SERVICE_SECONDS, ROUND_SECONDS / (len(ready) or 1))
-        if others := self._serve_some([(*self._cost(descriptor), descriptor, events) for descriptor, events in ready]):
+        self._share_time(ready)
+        find = self.connections.get
+        ordered = [(*_order(find(descriptor)), descriptor, events) for descriptor, events in ready]
+        if others := self._serve_some(ordered):
             self._serve_some([(0.0, abs(served), descriptor, events) for _, served, descriptor, events in others])
+
+    def _share_time(self, ready: Sized) -> None:
+        self._service_seconds = min(SERVICE_SECONDS, ROUND_SECONDS / (len(ready) or 1))
 
     def _serve_some(self, ready: list[_Ready]) -> list[_Ready]:
         """Serve descriptors in the order of these tuples for `TURN_SECONDS`, and return the rest."""
@@ -175,7 +177,11 @@ class ServerLoop(ConnectionOwner):
             _, _, descriptor, events = heappop(ready)
             connection = self.connections.get(descriptor)
             if connection is None:
+                known = len(self._unserved)
                 self._accept(descriptor)
+                for new in islice(self._unserved, known, None):
+                    heappush(ready, (*new.order(), new.descriptor, READ))
+                self._share_time(ready)
                 # Neither the time of the clients in this turn, nor of the next one, which would come after new ones.
                 now = self._clock.read()
                 before, end = now, end + now - before
@@ -183,21 +189,12 @@ class ServerLoop(ConnectionOwner):
             if connection.queue is not None:
                 continue
             self._serve(connection, events)
-            if connection in self._unserved:
-                self._note_first_turn(connection)
-            now = connection.served = self._clock.read()
-            connection.recent_seconds = connection.recent_seconds * 0.9 + (now - before)
-            if not (connection.unprocessed or connection.queue):
-                connection.presumed_seconds = 0.0
+            now = self._clock.read()
+            if connection.validated:
+                self._unserved.pop(connection, None)
+                connection.charge(now - before, now)
             before = now
         return ready
-
-    def _cost(self, descriptor: int) -> tuple[float, float]:
-        """Return the time that a client may take, and when it was served last. Listening sockets come first."""
-        connection = self.connections.get(descriptor)
-        if connection is None:
-            return 0.0, 0.0
-        return max(QUICK_SECONDS, connection.recent_seconds + connection.presumed_seconds), connection.served
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
@@ -239,13 +236,12 @@ class ServerLoop(ConnectionOwner):
             logger.info("store server: the first client has connected to port %d", connection.sock.getsockname()[1])
         self._unserved[connection] = None
 
-    def _note_first_turn(self, connection: ServerConnection) -> None:
-        """Take note that a new client has had a turn, or could have had one, and close the oldest of too many."""
+    def _note_silent(self, connection: ServerConnection) -> None:
+        """Take note of a new client that has sent nothing, and close the oldest of too many."""
         del self._unserved[connection]
-        if not connection.validated:
-            if len(self._unvalidated) >= MAX_UNVALIDATED:
-                self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
-            self._unvalidated[connection] = None
+        if len(self._unvalidated) >= MAX_UNVALIDATED:
+            self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
+        self._unvalidated[connection] = None
 
     def drop(self, connection: ServerConnection, reason: str) -> None:
         """Close a connection and forget it."""
@@ -370,15 +366,15 @@ class ServerLoop(ConnectionOwner):
         decoder, end, late = connection.decoder, monotonic() + self._service_seconds, False
         try:
             while decoder.held and not (connection.closed or connection.send_queue or connection.queue or late):
-                known = connection.validated
                 if (request := decoder.next()) is None:
                     break
+                # The magic number and the name of a client are no turn: a request comes with them.
+                known = connection.validated and (connection.session is not None or request.operation is not Op.HELLO)
                 if not self._park(connection, request):
                     self.handler.handle(connection, request)
                 handled = True
                 if not connection.in_use and request.operation not in _GREETINGS:
                     connection.in_use = True
-                # The magic number alone is no turn: the first request comes with it.
                 late = known and monotonic() > end
         except ProtocolError as error:
             self.drop(connection, str(error))
@@ -480,6 +476,11 @@ class ServerLoop(ConnectionOwner):
             del self._paused[connection]
         except OSError as error:
             self.drop(connection, f"cannot watch it: {error}")
+
+
+def _order(connection: ServerConnection | None) -> tuple[float, float]:
+    """Return the order of a descriptor. Listening sockets come first."""
+    return (0.0, 0.0) if connection is None else connection.order()
 
 
 class TCPServer:
