@@ -228,6 +228,77 @@ def test_an_entry_of_an_earlier_run_is_replaced() -> None:
             function()
 
 
+def early(stores: list[TCPStore], on_close: list[Callable[[], None]]) -> tuple[KeyAgreement, KeyAgreement]:
+    """The parts of two ranks, of which rank 1 has read the nonce of rank 0's round."""
+    first, second = (KeyAgreement(store, rank, 2, on_close) for rank, store in enumerate(stores))
+    second.connect(first.nonce)
+    for key, value in first.own.items():
+        stores[0].set(key, value)
+    return first, second
+
+
+def test_rank_zero_does_not_wait_for_a_rank_that_has_connected_before_it_greets() -> None:
+    """Once it waited until the rank had read that all have met, and had connected then."""
+    with tcp_stores(2) as stores:
+        on_close: list[Callable[[], None]] = []
+        first, second = early(stores, on_close)
+        entries = [stores[0].get(key) for key in second.awaited]
+        # On one thread: what one rank waited for, the other could not do.
+        sealed = first.complete(stores[0], 20.0, [])
+        assert not [each for each in threading.enumerate() if "key server" in each.name]
+        assert second.complete(stores[1], 20.0, entries).derived_key("x") == sealed.derived_key("x")
+        for function in on_close:
+            function()
+
+
+def no_descriptor(*_: Any) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("change", ["another socket", "no socket", "no nonce", "no descriptor", "rank 0 again"])
+def test_a_rank_that_could_not_connect_before_it_greets_connects_afterward(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tcp_stores(2) as stores:
+        on_close: list[Callable[[], None]] = []
+        first, second = early(stores, on_close)
+        if change == "another socket":
+            # Of this user, but not the one in rank 0's entry.
+            other = KeyServer(1)
+            second.connect(other.name.rpartition("/")[2])
+            other.serve(0.01)
+            on_close.append(other.close)
+        elif change == "no socket":
+            second.connect("0" * 32)
+        elif change == "no nonce":
+            second.connect("\0/../" * 100)
+        elif change == "no descriptor":
+            with monkeypatch.context() as patch:
+                patch.setattr(socket, "socket", no_descriptor)
+                second.connect(first.nonce)
+        else:
+            second.connect(first.nonce)
+        member = ThreadPoolExecutor(1).submit(second.complete, stores[1], 20.0)
+        key = first.complete(stores[0], 20.0).derived_key("x")
+        assert member.result().derived_key("x") == key
+        for function in on_close:
+            function()
+
+
+def test_a_connection_that_is_not_used_is_closed() -> None:
+    with tcp_stores(2) as stores:
+        on_close: list[Callable[[], None]] = []
+        before = len(os.listdir("/proc/self/fd"))
+        _, second = early(stores, on_close)
+        second.connect("0" * 32)
+        assert len(os.listdir("/proc/self/fd")) == before + 1, "rank 0's socket"
+        early(stores, on_close)
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+        for function in on_close:
+            function()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.usefixtures("clients_with_long_timeouts")
 def test_a_rank_that_never_comes_is_named() -> None:
     with tcp_stores(2) as stores:

@@ -218,6 +218,26 @@ def test_each_initialization_has_keys_of_its_own() -> None:
     assert len(prefixes) == 3
 
 
+def test_a_rank_learns_the_nonce_of_rank_0_before_it_greets() -> None:
+    """It connects to rank 0 then, which finds it in its queue when all have met."""
+    store, seen = HashStore(), []
+
+    def learn(nonce: str) -> None:
+        seen.append((nonce, store.check([f"world/{nonce}/present/1"])))
+
+    def meet(meeting: Meeting) -> None:
+        with meeting.watched(SOON, on_round=learn):
+            pass
+
+    meetings = [Meeting(store, rank, 2) for rank in range(2)]
+    threads = [threading.Thread(target=meet, args=(meeting,)) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [(meetings[0].nonce, False)]
+
+
 def initialize_under_agents(rank: int, port: int, restarts: int, world: int = 2) -> None:
     monkeypatch = pytest.MonkeyPatch()
     for name, value in {

@@ -81,16 +81,28 @@ class KeyAgreement:
         on_close: List to which a function is added that ends this rank's part, which the others may need until all of
             them have the key.
         world_size: Number of ranks of the job, if these are some of them; 0 for `size`.
+        nonce: Random number of 32 hexadecimal digits, from which rank 0 makes the name of its socket. By default, it
+            makes one here.
 
     Attributes:
+        nonce: The random number.
         own: Keys and values that this rank has to set before `complete`.
         awaited: Keys of the entries that `complete` needs.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, on_close: list[Callable[[], None]], world_size: int = 0
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        on_close: list[Callable[[], None]],
+        world_size: int = 0,
+        nonce: str = "",
     ) -> None:
         self._rank, self._size, self._world_size = rank, size, world_size or size
+        self.nonce = nonce or os.urandom(16).hex()
+        self._early: tuple[str, socket.socket] | None = None
+        self._needs_key = False
         self.own: dict[str, bytes] = {}
         self.awaited: list[str] = []
         self._complete: Callable[[Store, float, Sequence[bytes] | None], SealedStore]
@@ -112,6 +124,29 @@ class KeyAgreement:
             RankStalledError: A rank did not publish in time what the others need.
         """
         return self._complete(store, timeout, entries)
+
+    def connect(self, nonce: str) -> None:
+        """Connect to rank 0, which has opened a round with this nonce, so that it finds this rank in its queue.
+
+        Rank 0 need not wait for a rank that connects before it greets. Without that, `complete` connects.
+        """
+        self.close()
+        name = _socket_name(nonce)
+        if self._needs_key and _SOCKET_NAME.fullmatch(name):
+            # Without a descriptor, or with a full queue, `complete` tries again and says so.
+            with contextlib.suppress(OSError):
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._early = name, sock
+                sock.setblocking(False)
+                sock.connect(f"\0{name}")
+                return
+            self.close()
+
+    def close(self) -> None:
+        """Close a connection to rank 0 that is not used."""
+        if self._early is not None:
+            self._early[1].close()
+            self._early = None
 
     def _prepare(self, store: Store, on_close: list[Callable[[], None]]) -> None:
         rank, size = self._rank, self._size
@@ -160,14 +195,18 @@ class KeyAgreement:
     # User
 
     def _prepare_user(self, store: Store, on_close: list[Callable[[], None]]) -> None:
-        rank, network = self._rank, _network().encode()
-        own, server = [_Entry.USER, network], None
+        rank, server = self._rank, None
+        known = _all_on_this_host(store, self._world_size)
+        network = _network().encode() if rank == 0 or not known else b""
+        own = [_Entry.USER, network]
         if rank == 0 and _has_credentials():
-            server = KeyServer(self._size - 1)
+            server = KeyServer(self._size - 1, self.nonce)
             on_close.append(server.close)
             own.append(server.name.encode())
-        known = _all_on_this_host(store, self._world_size)
-        if rank == 0 or not known:
+        elif _has_credentials():
+            self._needs_key = True
+            on_close.append(self.close)
+        if network:
             self.own = {_entry(rank): b" ".join(own)}
         self.awaited = [_entry(each) for each in range(self._size if not known else min(rank, 1))]
         self._complete = partial(self._complete_user, server, None if known else network)
@@ -207,8 +246,11 @@ class KeyAgreement:
 
     def _receive(self, name: str, store: Store, deadline: Deadline) -> bytes:
         check = store.raise_failure if isinstance(store, WatchedStore) else _no_check
+        if self._early is None or self._early[0] != name:
+            self.close()
+        (_, sock), self._early = self._early or ("", None), None
         try:
-            return receive_key(name, deadline.remaining(), check)
+            return receive_key(name, deadline.remaining(), check, sock)
         except TimeoutError as error:
             # In a group of some ranks, group rank 0 may be another global rank.
             ranks = (0,) if self._size == self._world_size else ()
@@ -375,6 +417,7 @@ class KeyServer:
 
     Args:
         count: Number of processes that need the key.
+        nonce: Random number for the name; a new one by default.
 
     Attributes:
         key: The session key.
@@ -382,9 +425,9 @@ class KeyServer:
         thread: Its thread; None if it has none.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, nonce: str = "") -> None:
         self.key = os.urandom(KEY_BYTES)
-        self.name = f"torchdist_ref/{os.urandom(16).hex()}"
+        self.name = _socket_name(nonce or os.urandom(16).hex())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         # A rank waits for all that are before it in the queue, which another user can fill, so it is short.
@@ -459,13 +502,20 @@ def _no_check() -> None:
     return None
 
 
-def receive_key(name: str, timeout: float, check: Callable[[], None] = _no_check) -> bytes:
+def _socket_name(nonce: str) -> str:
+    return f"torchdist_ref/{nonce}"
+
+
+def receive_key(
+    name: str, timeout: float, check: Callable[[], None] = _no_check, connected: socket.socket | None = None
+) -> bytes:
     """Return the session key from the `KeyServer` of this name.
 
     Args:
         name: Name of its socket.
         timeout: Longest duration of the wait in seconds.
         check: Function that raises an error if the wait is in vain; called every `CHECK_SECONDS`.
+        connected: Socket that is connected to it already, which this closes; by default, it connects.
 
     Raises:
         ConnectionRefusedError: There is none.
@@ -476,9 +526,10 @@ def receive_key(name: str, timeout: float, check: Callable[[], None] = _no_check
     if not _SOCKET_NAME.fullmatch(name):
         raise AuthenticationError(f"init_process_group: rank 0 published no socket for the session key. {CURES}")
     deadline = Deadline(max(timeout, _RETRY_SECONDS))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.setblocking(False)
-        _connect(sock, name, deadline, check)
+    with connected or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        if connected is None:
+            sock.setblocking(False)
+            _connect(sock, name, deadline, check)
         pid, user = _peer_user(sock)
         if user == os.geteuid():
             _await_key(sock, pid, deadline, check)

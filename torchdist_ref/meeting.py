@@ -27,7 +27,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -136,11 +136,13 @@ class Meeting:
         began: Time at which the initialization began; now by default.
         operation: The operation, for messages.
         members: Global ranks of those who meet; from 0 to `size` - 1 by default.
+        nonce: Random number of this rank; a new one by default.
 
     Attributes:
         store: The part of the store for this world, once `watched` has yielded; the whole store before.
         rank: This rank.
         size: Number of ranks.
+        nonce: Random number of this rank; if it is rank 0, that of the round that it opens.
         values: Values of the awaited keys, once `watched` has yielded; None if it waits for no other rank.
         store_is_new: Whether the store had no round when this rank first looked: no earlier world has used it.
     """
@@ -155,13 +157,14 @@ class Meeting:
         began: float | None = None,
         operation: str = _OPERATION,
         members: Sequence[int] | None = None,
+        nonce: str = "",
     ) -> None:
         self.store: Store = store
         self._operation, self._members = operation, range(size) if members is None else members
         self.rank, self.size, self._began = rank, size, monotonic() if began is None else began
         self._whole, self._outlives_worlds, self._has_agent = store, outlives_worlds, has_agent
         self._worlds = PrefixStore(_WORLDS, store)
-        self._nonce = secrets.token_hex(8)
+        self.nonce = nonce or secrets.token_hex(16)
         self._round = ""
         self._found: Round | None = None
         self._looked, self._inherited = False, ""
@@ -169,6 +172,7 @@ class Meeting:
         self._missed: set[str] = set()
         self._published: Mapping[str, str | bytes] = {}
         self._awaited: Sequence[str] = ()
+        self._on_round: Callable[[str], None] = lambda nonce: None
         self._backend = ""
         self.values: list[bytes] | None = None
         self._presence: Presence | None = None
@@ -184,6 +188,7 @@ class Meeting:
         published: Mapping[str, str | bytes] | None = None,
         awaited: Sequence[str] = (),
         backend: str = "",
+        on_round: Callable[[str], None] = lambda nonce: None,
     ) -> Iterator[MemberWatch]:
         """Meet the other ranks, and yield a watch over all of them.
 
@@ -193,8 +198,10 @@ class Meeting:
             published: Keys of this world and values to set when this rank announces itself.
             awaited: Keys of this world that all ranks or rank 0 publish, whose values this rank needs.
             backend: Name of the backend, which has to be the same on all ranks.
+            on_round: Function that gets the nonce of a round that rank 0 has opened, before this rank greets there.
         """
         self._published, self._awaited, self._backend = published or {}, awaited, backend
+        self._on_round = on_round
         if alone:
             part = self.store = self._part(self._new_round())
             for key, value in self._published.items():
@@ -225,7 +232,7 @@ class Meeting:
         watch = MemberWatch(part, self.rank, self._members, self._operation, self._failure, find_absent=absent)
         # What rank 0 finds out about the others it publishes. An old round has old greetings.
         others = range(1, self.size) if self.rank == 0 else range(1)
-        self._presence = Presence(part, self.rank, self.size, others, self._nonce, self._backend)
+        self._presence = Presence(part, self.rank, self.size, others, self.nonce, self._backend)
         self._doubtful_until, self._met = None, False
         self._round = str(opened)
         _own_nonces.append((opened.nonce, self.rank))
@@ -268,7 +275,7 @@ class Meeting:
     # Rank 0
 
     def _new_round(self) -> Round:
-        return Round(self._nonce, "open", self.size, os.getpid(), host_identity())
+        return Round(self.nonce, "open", self.size, os.getpid(), host_identity())
 
     def _collect(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
         """Wait for the greetings, publish the list of them, and close the round."""
@@ -280,7 +287,7 @@ class Meeting:
         greetings, self.values = values[: len(keys)], values[len(keys) :]
         nonces = [self._presence.nonce_in(*each) for each in zip(others, greetings, strict=True)]
         closed = str(opened._replace(state="closed"))
-        published = {f"{opened.nonce}/{_MET}": " ".join([self._nonce, *nonces]), _LAST_MET: closed}
+        published = {f"{opened.nonce}/{_MET}": " ".join([self.nonce, *nonces]), _LAST_MET: closed}
         if self._worlds.set_and_compare_set(published, _ROUND, self._round, closed).decode() != closed:
             raise self._claimed_twice()
         self._met = True
@@ -326,12 +333,13 @@ class Meeting:
         """Wait for the list of those who have met; return whether this rank's nonce is in it."""
         assert self._presence is not None
         store = WatchedStore(_WORLDS, self._whole, lambda: self._failure_or_new_round(watch))
+        self._on_round(opened.nonce)
         try:
             found, *self.values = self._announce(watch, opened, store, [_MET, *self._awaited], deadline)
         except _RoundReplaced:
             return False
         met = found.decode().split()
-        self._met = met[self.rank : self.rank + 1] == [self._nonce]
+        self._met = met[self.rank : self.rank + 1] == [self.nonce]
         self._presence.look_for(range(1, self.size))
         return self._met
 

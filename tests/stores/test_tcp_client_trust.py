@@ -26,6 +26,28 @@ TIMEOUT = timedelta(seconds=20)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user needs root")
 
 
+def test_the_kernel_is_asked_for_the_owner_of_every_server_but_the_one_that_is_opened_with_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When the client connects again, its server may have ended, and another user may listen there."""
+    asked, ask = [], sockets.refused_server
+
+    def recorded(sock: socket.socket) -> int | None:
+        asked.append(sock.getpeername())
+        return ask(sock)
+
+    monkeypatch.setattr(sockets, "refused_server", recorded)
+    opened = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    with contextlib.closing(opened) as master:
+        master.set("k", "v")
+        assert asked == []
+        with contextlib.closing(TCPStore(HOST, master.port)) as client:
+            assert client.get("k") == b"v" and asked == [(HOST, master.port)]
+        [connection] = master._pool._idle
+        connection.close()
+        assert master.get("k") == b"v" and asked == [(HOST, master.port)] * 2
+
+
 @contextlib.contextmanager
 def scripted_server(ours: bool, *replies: bytes) -> Iterator[int]:
     """Serve one client: the handshake of our server or of torch's, then a reply to each of its messages.

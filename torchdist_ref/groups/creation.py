@@ -136,9 +136,10 @@ def init_process_group(
         members, options = tuple(range(meeting.size)), (pg_options, device_id)
         # Ranks of `fake` need no other rank, which need not exist.
         alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
-        keys = KeyAgreement(meeting.store, *((0, 1) if alone else (meeting.rank, meeting.size)), world.on_close)
+        rank_and_size = (0, 1) if alone else (meeting.rank, meeting.size)
+        keys = KeyAgreement(meeting.store, *rank_and_size, world.on_close, nonce=meeting.nonce)
         compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
-        with meeting.watched(seconds, alone, keys.own, keys.awaited, compared) as watch:
+        with meeting.watched(seconds, alone, keys.own, keys.awaited, compared, keys.connect) as watch:
             with watch.published():
                 sealed = keys.complete(watch.store, seconds, meeting.values)
             world.store = sealed.over(meeting.store)

@@ -44,8 +44,10 @@ def members_met(
             yield watch, None
         return
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    meeting = Meeting(store, rank, len(members), has_agent=has_agent, operation=operation, members=members)
-    with meeting.watched(seconds, published=keys.own, awaited=keys.awaited) as watch:
+    meeting = Meeting(
+        store, rank, len(members), has_agent=has_agent, operation=operation, members=members, nonce=keys.nonce
+    )
+    with meeting.watched(seconds, published=keys.own, awaited=keys.awaited, on_round=keys.connect) as watch:
         yield watch, meeting.values
 
 

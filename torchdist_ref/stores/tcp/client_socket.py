@@ -11,7 +11,9 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, advice_on_limit
 from torchdist_ref.stores import sockets
@@ -40,6 +42,7 @@ class ServerAddress:
         port: port number.
         reached: whether a connection was ever opened.
         is_ours: whether it is a server of this library.
+        listening: addresses at which a server of this process listens, while it cannot have ended.
         identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
         wait: the wait until it is reached.
     """
@@ -48,6 +51,7 @@ class ServerAddress:
     port: int
     reached: bool = False
     is_ours: bool = False
+    listening: Sequence[Any] = ()
     identity: bytes | None = None
     wait: LongWait = field(default_factory=LongWait, compare=False, repr=False)
 
@@ -84,7 +88,7 @@ def open_socket(server: ServerAddress, deadline: Deadline) -> socket.socket:
             if address is addresses[-1]:
                 raise
     try:
-        user = sockets.refused_server(sock)
+        user = None if sock.getpeername() in server.listening else sockets.refused_server(sock)
         if user is not None:
             raise _refused(server, user)
     except BaseException:

@@ -160,7 +160,8 @@ class ServerLoop(ConnectionOwner):
             ready += [(each.descriptor, 0) for each in self._unprocessed if each.descriptor not in reported]
         self._share_time(ready)
         find = self.connections.get
-        ordered = [(*_order(find(descriptor)), descriptor, events) for descriptor, events in ready]
+        # Listening sockets come first.
+        ordered = [(*(each.order() if (each := find(at)) else (0.0, 0.0)), at, events) for at, events in ready]
         if others := self._serve_some(ordered):
             self._serve_some([(0.0, abs(served), descriptor, events) for _, served, descriptor, events in others])
 
@@ -478,11 +479,6 @@ class ServerLoop(ConnectionOwner):
             self.drop(connection, f"cannot watch it: {error}")
 
 
-def _order(connection: ServerConnection | None) -> tuple[float, float]:
-    """Return the order of a descriptor. Listening sockets come first."""
-    return (0.0, 0.0) if connection is None else connection.order()
-
-
 class TCPServer:
     """Running server of a store. It stops when closed, or when the last reference to it is dropped.
 
@@ -494,12 +490,14 @@ class TCPServer:
 
     Attributes:
         port: port that it listens on.
+        addresses: addresses at which it listens.
     """
 
     def __init__(self, host: str, port: int, descriptor: int | None = None, timeout: float = 300.0) -> None:
         listeners = listen(host, port, Deadline(timeout)) if descriptor is None else adopt(descriptor)
-        self.port: int = listeners[0].getsockname()[1]
-        at = ", ".join(str(listener.getsockname()[0]) for listener in listeners)
+        self.addresses = [listener.getsockname() for listener in listeners]
+        self.port: int = self.addresses[0][1]
+        at = ", ".join(str(address[0]) for address in self.addresses)
         logger.info(
             "store server: listening on %s, port %d; see SECURITY.md for what it is trusted with", at, self.port
         )

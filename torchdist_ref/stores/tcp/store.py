@@ -335,7 +335,10 @@ class TCPStore(Store):
 
     def _join(self, world: int | None) -> None:
         deadline = self._deadline("TCPStore", None)
+        # The kernel need not be asked whose the own server is. Later, it may have ended.
+        self._pool.server.listening = self.server.addresses if self.server is not None else ()
         self._pool.connect(deadline)
+        self._pool.server.listening = ()
         if world is None:
             return
         self._request("TCPStore", Op.ADD, _WORKERS_KEY, 1)
