@@ -133,7 +133,7 @@ def test_the_layout_is_steady(page: Any, address: str, name: str) -> None:
     for width in (1400, 390):
         look(page, width, "light")
         # On a busy machine a page is painted before all of it has arrived; a layout that shifts does so in each load.
-        for _ in range(3):
+        for _ in range(8):
             page.goto(address + name)
             page.wait_for_timeout(300)
             if page.evaluate("window.shift") < 0.1:
