@@ -39,7 +39,7 @@ class StoreClient(ABC):
         pending: request that has no response yet.
     """
 
-    # Thousands of clients connect at once: a dictionary for each of them would take a tenth of the time.
+    # Thousands of clients may connect at once: a dictionary for each of them is work for the garbage collector.
     __slots__ = ("pending", "session", "validated")
 
     def __init__(self) -> None:
