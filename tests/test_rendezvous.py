@@ -113,6 +113,22 @@ def test_rank_0_is_a_client_of_the_agent_store(monkeypatch: pytest.MonkeyPatch) 
         store.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_rank_0_says_that_it_serves_no_store_beside_the_launchers(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server() as (port, _):
+        launchers = port % 60_000 + 1 if elsewhere else port
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("MASTER_PORT", str(launchers))
+        for rank in range(2):
+            next(rendezvous(f"tcp://127.0.0.1:{port}", rank, 2))[0].close()  # type: ignore[attr-defined]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == elsewhere
+    for text in said:
+        assert f"connects to 127.0.0.1:{port} and serves no store" in text and f"port {launchers}. Pass no" in text
+
+
 def test_second_rendezvous_of_one_iterator_is_refused(port: int, tmp_path: Path) -> None:
     for url in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}/meeting"):
         results = rendezvous(url, 0, 1)

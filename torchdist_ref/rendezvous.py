@@ -12,6 +12,7 @@ Do not add a scheme that torch does not have: register a handler with `register_
 from __future__ import annotations
 
 import ipaddress
+import logging
 import operator
 import os
 import re
@@ -26,6 +27,8 @@ from torchdist_ref.errors import ArgumentTypeError, RendezvousError, explain, in
 from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.timeouts import GROUP_TIMEOUT
+
+logger = logging.getLogger("torchdist_ref.stores")
 
 RendezvousResult = Iterator[tuple[Store, int, int]]
 Handler = Callable[..., RendezvousResult]
@@ -173,8 +176,25 @@ def _make_tcp_store(
     if not 0 < port < 2**16:
         hint = ". The system would choose the port, and the other ranks could not know it" if port == 0 else ""
         raise _wrong(scheme, f"port must have value from 1 to 65535 but was {port}{hint}")
-    serves = serve and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = serve and rank == 0
+    if serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        serves = False
+        if scheme == "tcp":
+            _warn_if_beside_the_launchers(host, port)
     return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
+
+
+def _warn_if_beside_the_launchers(host: str, port: int) -> None:
+    """Tell the user that no rank serves a store at an address where the launcher serves none either."""
+    launchers = os.environ.get("MASTER_PORT") or str(port)
+    if launchers != str(port):
+        logger.warning(
+            "rendezvous: rank 0 connects to %s:%d and serves no store there, as TORCHELASTIC_USE_AGENT_STORE is True: "
+            "the launcher serves one at MASTER_ADDR:MASTER_PORT, port %s. Pass no init_method, and ranks use that one.",
+            host,
+            port,
+            launchers,
+        )
 
 
 # The handlers
