@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.liveness import NoPeerProcesses
 from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshFrame, pack
 from torchdist_ref.transports.mesh import ConnectionMesh, MeshDirectPath
 from torchdist_ref.transports.segment import SEMAPHORE_KINDS, SegmentLayout, StatusRow
@@ -181,6 +183,107 @@ def test_an_interrupted_frame_is_completed_by_the_next(reads: bool, monkeypatch:
                 mesh.send(1, "doorbell", 0, ())
             assert time.monotonic() - start < 10
         mesh.close()
+
+
+def fill(mesh: ConnectionMesh, sock: socket.socket) -> bytes:
+    """Send frames to rank 1, which does not read, until its host takes no more; return the bytes of all of them."""
+    data, sent = bytes(i * i % 251 for i in range(1 << 14)), []
+    header = pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), 0, ((POSTED_RECEIVE, len(data)),)))
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    # Within 20 ms the peer's host has taken what it takes.
+    while poll.poll(20):
+        mesh.send_direct(1, "chunk", memoryview(data))
+        sent += [header, data]
+    mesh.send(1, "doorbell", 0, ())
+    return b"".join([*sent, pack(MeshFrame(SEMAPHORE_KINDS.index("doorbell"), 0, ()))])
+
+
+def has_unread(sock: socket.socket) -> bool:
+    """Return whether bytes have come that nobody has read; False once the socket is closed."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+def test_what_a_rank_sent_before_it_left_reaches_a_peer_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the reason of an abort was lost: the peer took a rank that had ended after a death for dead as well."""
+    monkeypatch.setattr("torchdist_ref.transports.mesh._RESUME_SECONDS", 10.0)
+    layout = SegmentLayout(2, window=8192)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes)))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        sent = fill(mesh, own_end)
+        # A socket that is closed while such bytes are unread, or before they come, is reset.
+        doorbell = pack(MeshFrame(SEMAPHORE_KINDS.index("doorbell"), 1, ()))
+        peer_end.sendall(doorbell)
+        closing = threading.Thread(target=mesh.close)
+        closing.start()
+        while has_unread(own_end):
+            closing.join(0.01)
+        for begin in range(0, len(sent), 4096):
+            part = sent[begin : begin + 4096]
+            assert received(peer_end, len(part)) == part
+            with suppress(ConnectionError):
+                peer_end.sendall(doorbell)
+        closing.join(5.0)
+        assert not closing.is_alive() and own_end.fileno() == -1
+
+
+def test_two_ranks_that_leave_while_they_send_to_each_other_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchdist_ref.transports.mesh._RESUME_SECONDS", 10.0)
+    layout = SegmentLayout(2, window=8192)
+    meshes = [ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes))) for _ in range(2)]
+    with socket_pair() as ends:
+        for mesh, end in zip(meshes, ends, strict=True):
+            mesh.add(1, end)
+            fill(mesh, end)
+        closing = [threading.Thread(target=mesh.close) for mesh in meshes]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(5.0)
+        assert not any(thread.is_alive() for thread in closing)
+
+
+@pytest.mark.parametrize("peer", ["ends", "has not read a whole frame", "does not read"])
+def test_leaving_waits_for_no_peer_that_will_not_read(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchdist_ref.transports.mesh._RESUME_SECONDS", 0.05 if peer == "does not read" else 10.0)
+    layout = SegmentLayout(2, window=8192)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes)))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        fill(mesh, own_end)
+        if peer == "ends":
+            peer_end.close()
+        elif peer == "has not read a whole frame":
+            mesh.connections[1].rest = None
+        start = time.monotonic()
+        mesh.close()
+        assert time.monotonic() - start < 5 and own_end.fileno() == -1
+
+
+def test_a_rank_is_not_disconnected_before_all_it_sent_is_read() -> None:
+    """Once a failed send was enough, while another thread had yet to read there that the rank had aborted."""
+    layout = SegmentLayout(2, window=8192)
+    memory = memoryview(bytearray(layout.nbytes))
+    mesh = ConnectionMesh(0, layout, lambda rank: memory)
+    rows = [StatusRow(memory, layout.status_row(rank)) for rank in range(2)]
+    liveness = HostAndMeshLiveness(NoPeerProcesses(), mesh, rows)
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        peer_end.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("status"), 1, ())))
+        peer_end.close()
+        with mesh._reading:
+            # The first brings the reset about.
+            while mesh.connections[1].rest is not None:
+                mesh.send(1, "doorbell", 0, ())
+            assert liveness.dead() == []
+        while not liveness.dead():
+            mesh.progress(1.0)
+        assert mesh.counts["status", 1] == 1
+        liveness.close()
 
 
 def test_waiting_for_a_full_socket_works_with_any_descriptor() -> None:

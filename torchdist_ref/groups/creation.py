@@ -271,8 +271,9 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """Destroy a group, or all groups, on this rank: release their memory, threads and file descriptors.
 
     Later calls of other ranks on the group raise there. Tensors in a group's memory remain valid. Calls that this rank
-    has started may complete for 5 seconds in all, but a receive whose message has not come ends at once. While an
-    exception is handled, the groups are aborted with it, and the other ranks read it.
+    has started may complete for 5 seconds in all, but a receive whose message has not come ends at once. On ``ref``,
+    members on other hosts have half a second more to read what this rank has sent. While an exception is handled, the
+    groups are aborted with it, and the other ranks read it.
 
     Args:
         group: The group to destroy. Default: all groups, and the store if this library created it; the default group

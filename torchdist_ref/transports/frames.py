@@ -173,6 +173,19 @@ class MeshConnection:
             if count < len(target):
                 return True
 
+    def report_deliveries(self) -> None:
+        """From now on, poll as writable only while the peer's host has been sent all bytes."""
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1)
+
+    def discard(self) -> bool:
+        """Discard some of the available bytes; return False at the end of the stream. No `receive` may follow."""
+        try:
+            return self.sock.recv_into(self._buffer) > 0
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def discard_direct(self) -> None:
         """Discard what has yet to come of a frame for a posted view."""
         if self._frame is not None and self._frame.ranges and self._frame.ranges[0][0] == POSTED_RECEIVE:

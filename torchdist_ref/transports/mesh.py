@@ -23,7 +23,7 @@ from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, Mesh
 from torchdist_ref.transports.segment import MESSAGE_HEADER_BYTES, ROW_BYTES, SEMAPHORE_KINDS, SegmentLayout
 
 _RESUME_SECONDS = 0.5
-"""Longest time in which a peer reads the rest of an interrupted frame, and this rank's reason."""
+"""Longest time in which a peer reads the rest of an interrupted frame, or what a rank sent before it left."""
 _SOCKET_POLL_SECONDS = 0.0005
 """Longest wait on the sockets before a waiter checks semaphores that other ranks of this host post."""
 
@@ -144,7 +144,8 @@ class ConnectionMesh:
             try:
                 connection.send(parts, lambda: self._wait_writable(peer, deadline))
             except OSError:
-                self.disconnected.add(peer)
+                # Not disconnected before all that has come is read, with the reason why the peer left perhaps.
+                connection.rest = None
             except RankStalledError:
                 # It does not read, so that no later frame would be read either.
                 connection.rest = None
@@ -191,9 +192,35 @@ class ConnectionMesh:
             os.sched_yield()
 
     def close(self) -> None:
-        """Close all connections."""
-        for connection in self.connections.values():
-            connection.close()
+        """Close all connections, once the hosts of the peers have what this rank has sent, or after half a second.
+
+        A connection that is closed before its peer's last bytes are read is reset, and bytes that still wait here for
+        the peer to read are lost: with the reason why this rank leaves, so that the peer would take it for dead.
+        """
+        try:
+            if self._reading.acquire(timeout=_RESUME_SECONDS):
+                try:
+                    self._await_deliveries(monotonic() + _RESUME_SECONDS)
+                finally:
+                    self._reading.release()
+        finally:
+            for connection in self.connections.values():
+                connection.close()
+
+    def _await_deliveries(self, deadline: float) -> None:
+        """Wait until the hosts of all peers that read have what has been sent to them; discard what comes."""
+        poll, waiting = select.poll(), {}
+        for peer, connection in self.connections.items():
+            if peer not in self.disconnected and connection.rest is not None:
+                connection.report_deliveries()
+                poll.register(connection.fileno(), select.POLLIN | select.POLLOUT)
+                waiting[connection.fileno()] = connection
+        while waiting and (left := deadline - monotonic()) > 0:
+            for fd, events in poll.poll(left * 1000):
+                # A peer that sends may read only once it has sent.
+                if events != select.POLLIN or not waiting[fd].discard():
+                    poll.unregister(fd)
+                    del waiting[fd]
 
 
 class MeshDirectPath:
