@@ -456,6 +456,13 @@ def test_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> Non
             TCPStore("node0", 29500, is_master=is_master, timeout=timedelta(seconds=0.1))
 
 
+def test_no_time_to_connect_is_an_error_though_the_server_is_quick(our_port: int) -> None:
+    """Once a third of the attempts succeeded."""
+    for _ in range(50):
+        with pytest.raises(DistNetworkError, match="argument 'timeout' is zero, which leaves no time to connect"):
+            TCPStore("127.0.0.1", our_port, timeout=timedelta(0))
+
+
 def test_resolver_that_does_not_respond_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     monkeypatch.setattr(sockets, "look_up", lambda host, port: over.wait() and [])

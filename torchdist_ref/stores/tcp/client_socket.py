@@ -121,11 +121,6 @@ def unreachable(server: ServerAddress, error: Exception, deadline: Deadline) -> 
             f"TCPStore: the host name {server.host!r} did not resolve to an address within "
             f"{deadline.seconds:g} s ({error.strerror}). Check MASTER_ADDR, or use an IP address."
         )
-    if deadline.seconds == 0:
-        return DistNetworkError(
-            f"TCPStore: no connection to {server}: argument 'timeout' is zero, which leaves no time to connect. Pass a "
-            f"longer one; for a single look at keys without waiting, call set_timeout afterward."
-        )
     reason = str(error) or "no time was left"
     return DistNetworkError(
         f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({reason}). Check that rank 0, which "

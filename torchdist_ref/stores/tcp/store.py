@@ -108,6 +108,12 @@ class TCPStore(Store):
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
         world = None if world_size is None or world_size == -1 else checked_world_size("TCPStore", world_size)
         wanted = _checked_port(port)
+        if not self._timeout:
+            # A quick server may respond in no time, which would be chance.
+            raise DistNetworkError(
+                f"TCPStore: no connection to {self._host}:{wanted}: argument 'timeout' is zero, which leaves no time "
+                f"to connect. Pass a longer one; for a single look at keys without waiting, call set_timeout afterward."
+            )
         if master_listen_fd is not None:
             master_listen_fd = integer("TCPStore", "master_listen_fd", master_listen_fd)
         self.server = self._open_server(wanted, multi_tenant, master_listen_fd) if is_master else None
