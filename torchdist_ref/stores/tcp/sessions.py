@@ -26,7 +26,7 @@ SESSION_OVERHEAD_BYTES = 600
 AWAITED_OVERHEAD_BYTES = 50
 """Memory of a key in a waiting request besides its bytes."""
 KEPT_RESPONSE_BYTES = 32 * 2**20
-RECONNECT_SECONDS = 0.04
+RECONNECT_SECONDS = 0.03
 """Time that a client whose connection broke has to open another. One that waits for a key does so at once."""
 
 
