@@ -262,6 +262,7 @@ def test_leaving_waits_for_no_peer_that_will_not_read(peer: str, monkeypatch: py
         start = time.monotonic()
         mesh.close()
         assert time.monotonic() - start < 5 and own_end.fileno() == -1
+        mesh.close()
 
 
 def test_a_rank_is_not_disconnected_before_all_it_sent_is_read() -> None:

@@ -211,7 +211,8 @@ class ConnectionMesh:
         """Wait until the hosts of all peers that read have what has been sent to them; discard what comes."""
         poll, waiting = select.poll(), {}
         for peer, connection in self.connections.items():
-            if peer not in self.disconnected and connection.rest is not None:
+            is_open = peer not in self.disconnected and connection.fileno() >= 0
+            if is_open and connection.rest is not None:
                 connection.report_deliveries()
                 poll.register(connection.fileno(), select.POLLIN | select.POLLOUT)
                 waiting[connection.fileno()] = connection
