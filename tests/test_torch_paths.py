@@ -248,6 +248,91 @@ def test_a_row_for_all_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> Non
         module.nonsense  # noqa: B018
 
 
+# Names that torch's package shows at its top level without meaning them.
+NOT_MEANT = {"log", "logging", "sys", "timedelta", "torch", "traceback", "typing", "_breakpoint_cache"}
+BELOW = """
+    import functools, os, sys, warnings
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    import torch
+
+    warnings.simplefilter("ignore")
+    paths = {""}
+    for name in [name for name in sys.modules if name.startswith("torch.distributed.")]:
+        path = name.removeprefix("torch.distributed.").split(".")
+        try:
+            functools.reduce(getattr, path, torch.distributed)
+            paths.add(".".join(path))
+        except AttributeError:
+            pass
+    paths.update(vars(torch.distributed))
+    assert "torchdist_ref" not in sys.modules
+    import torchdist_ref as dist
+
+    def has(path):
+        try:
+            functools.reduce(getattr, filter(None, path.split(".")), dist)
+            return True
+        except AttributeError:
+            return False
+
+    # Modules first: later names import them.
+    modules = sorted(path for path in paths if f"torch.distributed.{path}" in sys.modules)
+    print(*[path for path in [*modules, *sorted(paths)] if not path.startswith("__") and not has(path)])
+    print(len(modules))
+"""
+
+
+def test_after_a_bare_import_each_attribute_of_torchs_package_is_ours_too() -> None:
+    # In a new interpreter, 2 s: what an import leaves is the subject.
+    absent, modules = output(BELOW).splitlines()
+    # torch 2.13 has one function more, for a package that few have.
+    assert set(absent.split()) - NOT_MEANT <= {"_is_spmd_types_available"}
+    assert int(modules) > 20
+
+
+MODULES = "device_mesh distributed_c10d rpc utils constants algorithms.join nn optim elastic checkpoint tensor fsdp run"
+
+
+@pytest.mark.parametrize("path", MODULES.split())
+def test_a_module_is_an_attribute_after_a_bare_import(python_with_torch: str, path: str) -> None:
+    program = f"""
+        import torchdist_ref as dist
+        module = dist.{path}
+        print(module.__name__)
+    """
+    assert output(program, python_with_torch) == f"torchdist_ref.{path}\n"
+
+
+def test_an_attribute_that_no_module_has_is_an_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'torchdist_ref' has no attribute 'all_reduc'$"):
+        dist.all_reduc  # noqa: B018
+    assert not hasattr(dist, "_tools") and not hasattr(dist, "nonsense") and not hasattr(dist, "__main__")
+
+
+def test_optimizers_of_torchs_are_found_beside_ours() -> None:
+    from torchdist_ref import optim as ours
+
+    names = ["_apply_optimizer_in_backward", "_get_in_backward_optimizers", "_NamedOptimizer", "as_functional_optim"]
+    names += ["DistributedOptimizer"] * rpc.is_available()
+    # First: torch's own import warns of deprecated parts.
+    found = [getattr(ours, name) for name in names]
+    theirs = importlib.import_module("torch.distributed.optim")
+    assert found == [getattr(theirs, name) for name in names]
+    assert not hasattr(ours, "nonsense")
+
+
+def test_hook_modules_have_torchs_short_names() -> None:
+    from torch.distributed.algorithms import ddp_comm_hooks as theirs
+
+    from torchdist_ref.algorithms import ddp_comm_hooks as ours
+
+    assert callable(ours.optimizer_overlap._hook_then_optimizer)
+    assert callable(theirs.optimizer_overlap._hook_then_optimizer)
+    for name in ("default", "debugging", "debugging_hooks", "powerSGD", "quantization"):
+        functions = [each for each in vars(getattr(theirs, name)) if each.endswith("_hook") and each[0] != "_"]
+        assert functions and all(hasattr(getattr(ours, name), each) for each in functions), name
+
+
 COMPANIONS = [path for path, names in torch_paths.PATHS.items() if names == {"*": f"torch.distributed.{path}"}]
 
 

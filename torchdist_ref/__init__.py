@@ -163,10 +163,12 @@ _HOMES = {
 # Names that are torch's own; torch's functions work on our default group. The page "Compatibility" lists their users.
 _TORCHS_OWN = {
     "torch.distributed": (
-        "BackendConfig Logger ProcessGroupGloo RankType Reducer breakpoint _DEFAULT_FIRST_BUCKET_BYTES "
-        "_all_gather_base _broadcast_coalesced _coalescing_manager _compute_bucket_assignment_by_size "
-        "_get_process_group_name _make_nccl_premul_sum _rank_not_in_group _reduce_scatter_base "
-        "_verify_params_across_processes"
+        "BackendConfig Logger ProcessGroupGloo RankType Reducer breakpoint _Backend _CoalescingManager "
+        "_ControlCollectives _DEFAULT_FIRST_BUCKET_BYTES _StoreCollectives _Work _all_gather_base "
+        "_broadcast_coalesced _coalescing_manager _compute_bucket_assignment_by_size _create_process_group_wrapper "
+        "_create_store_from_options _get_process_group_name _make_distributed_pdb _make_nccl_premul_sum "
+        "_rank_not_in_group _reduce_scatter_base _register_builtin_comm_hook _register_comm_hook _remote_device "
+        "_test_python_store _time_estimator _verify_params_across_processes"
     ),
     "torch.distributed.distributed_c10d": (
         "AllToAllOptions AllgatherOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions "
@@ -184,12 +186,28 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name) or _TORCHS_HOME.get(name)
     if name == "EngineArgumentError":
         return getattr(importlib.import_module("torchdist_ref.errors"), name)
-    if home is None:
-        raise AttributeError(f"module 'torchdist_ref' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    # Modules below are attributes too, as those of torch's package are: torch imports them all at once.
+    value = getattr(importlib.import_module(home), name) if home else _module_below(name)
     globals()[name] = value
     _register_with_torch()
     return value
+
+
+def _module_below(name: str) -> Any:
+    """Return the module of this name below the package, imported.
+
+    Raises:
+        AttributeError: There is no such module.
+    """
+    path = f"torchdist_ref.{name}"
+    try:
+        # Not `__main__`, which importing would run.
+        if not name.startswith("__"):
+            return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+    raise AttributeError(f"module 'torchdist_ref' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

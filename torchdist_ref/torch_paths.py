@@ -122,6 +122,17 @@ _composable                                torch     *
 _functional_collectives                    torch     *
 _symmetric_memory                          torch     *
 _checkpointable                            torch     *
+_mesh_layout                               torch     *
+_pycute                                    torch     *
+_meta_registrations                        torch     *
+algorithms._checkpoint                     torch     *
+algorithms._comm_hooks                     torch     *
+algorithms._optimizer_overlap              torch     *
+algorithms._quantization                   torch     *
+optim.apply_optimizer_in_backward          torch     *
+optim.named_optimizer                      torch     *
+optim.optimizer                            torch     *
+optim.utils                                torch     *
 elastic.agent                              torch     *
 elastic.control_plane                      torch     *
 elastic.events                             torch     *

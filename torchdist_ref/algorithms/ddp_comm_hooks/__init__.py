@@ -12,9 +12,18 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from torchdist_ref.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torchdist_ref.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    optimizer_overlap_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookTraits, hook_traits, traits_of
 from torchdist_ref.errors import ArgumentTypeError, explain
+
+# torch's names of the same modules. Hooks for debugging are among the default ones here.
+default = debugging = debugging_hooks = default_hooks
+powerSGD, quantization, optimizer_overlap = powerSGD_hook, quantization_hooks, optimizer_overlap_hooks
 
 __all__ = ["DDPCommHookType", "HookTraits", "hook_traits", "register_ddp_comm_hook", "traits_of"]
 
