@@ -34,6 +34,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
+from torchdist_ref.notebook.magic import PROGRESS_METADATA
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "tutorials"
 TARGETS = ROOT / "docs" / "tutorials"
@@ -157,7 +159,23 @@ def execute(notebook: nbformat.NotebookNode, folder: str, backend: str) -> int:
         extra_arguments=["--log-level=CRITICAL"],
     )
     client.execute(env={**os.environ, "TUTORIAL_BACKEND": backend})
+    for index in codes:
+        notebook.cells[index].outputs = without_progress(notebook.cells[index].outputs)
     return len(codes)
+
+
+def without_progress(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Return a cell's outputs without that which showed what the ranks were doing, and the text around it in one."""
+    kept: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.get("metadata", {}) == PROGRESS_METADATA:
+            continue
+        last = kept[-1] if kept else None
+        if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            kept.append(output)
+    return kept
 
 
 def stamp() -> str:

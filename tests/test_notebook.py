@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,6 +171,76 @@ class TestCells:
     def test_numpy_random_numbers_differ_between_ranks(self, pool: RankPool) -> None:
         pool.run("import numpy; drawn = numpy.random.rand()")
         assert len({pool.pull("drawn", rank) for rank in range(3)}) == 3
+
+
+class TestProgress:
+    """What every rank is doing is seen while a cell runs. The reports themselves let the ranks go on."""
+
+    def test_bars_of_all_ranks_are_seen_as_they_move(self, pool: RankPool) -> None:
+        pool.run("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]);")
+        source = (
+            "print('epoch 1')\n"
+            f"for percent in (10, 10 * rank + 50):\n  print(f'\\r{{percent}} %', end='', flush=True)\n  {AWAIT_USER}\n"
+        )
+        awaited = [["10 %"] * 3, ["50 %", "60 %", "70 %"]]
+
+        def progress(activities: dict[int, str]) -> None:
+            reports.append(activities)
+            ends = [activity.rpartition(": ")[2] for activity in activities.values()]
+            if awaited and ends == awaited[0]:
+                del awaited[0]
+                for pid in pool.pids:
+                    os.kill(pid, signal.SIGUSR1)
+
+        reports: list[dict[int, str]] = []
+        items: Shown = []
+        pool.run(source, show=lambda rank, item: items.append((rank, item)), progress=progress, interval=0.01)
+        assert not awaited and reports[-1] == {}
+        assert items == [(rank, text) for rank in range(3) for text in ("epoch 1", f"{10 * rank + 50} %")]
+
+    def test_a_rank_that_waits_is_said_to_wait_and_where(self, pool: RankPool) -> None:
+        # Blocked before the group starts threads, which inherit that.
+        pool.run("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\nimport torch, torchdist_ref as dist")
+        pool.run("dist.init_process_group('ref')")
+        source = (
+            f"x = torch.tensor([rank + 1])\nif rank == 1:\n  {AWAIT_USER}\ndist.all_reduce(x)\nprint('sum', x.item())"
+        )
+        waits = r"line 4, waits for \d+ s in all_reduce of group 'world'"
+
+        def progress(activities: dict[int, str]) -> None:
+            reports.append(activities)
+            if activities and re.fullmatch(waits, activities[0]) and re.fullmatch(waits, activities[2]):
+                os.kill(pool.pids[1], signal.SIGUSR1)
+
+        reports: list[dict[int, str]] = []
+        items: Shown = []
+        pool.run(source, show=lambda rank, item: items.append((rank, item)), progress=progress, interval=0.01)
+        assert items == [(rank, "sum 6") for rank in range(3)]
+        # Rank 1 is in a function of C, which no signal's handler interrupts: it cannot say where it is.
+        assert {report[1] for report in reports if report} <= {"running", "line 1", "line 3", "line 4"}
+        pool.run("dist.destroy_process_group()")
+
+    def test_requests_do_not_reach_forked_children_or_a_rank_between_cells(self, pool: RankPool) -> None:
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGURG)
+        source = (
+            "child = os.fork()\nif not child:\n"
+            "  os.kill(os.getpid(), signal.SIGURG)\n  os._exit(rank + 3)\n"
+            "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"
+        )
+        assert shown(pool, source) == [(rank, str(rank + 3)) for rank in range(3)]
+
+    def test_an_error_of_the_report_is_raised_once_all_ranks_have_answered(self, pool: RankPool) -> None:
+        pool.run("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]);")
+
+        def progress(activities: dict[int, str]) -> None:
+            for pid in pool.pids:
+                os.kill(pid, signal.SIGUSR1)
+            raise ValueError("cannot be published")
+
+        with pytest.raises(ValueError, match="cannot be published"):
+            pool.run(AWAIT_USER, progress=progress, interval=0.01)
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
 
 class TestDisplay:
@@ -453,6 +524,8 @@ class Shell:
     def __init__(self) -> None:
         self.user_ns: dict[str, Any] = {}
         self.magics: dict[str, Any] = {}
+        self.display_pub: Any = None
+        self.kernel: Any = None
 
     def register_magic_function(self, function: Any, kind: str, name: str) -> None:
         self.magics[name] = function
@@ -467,7 +540,39 @@ def shell(server: RankServer) -> Iterator[Shell]:
     magics.stop()
 
 
+class Displays(list[dict[str, Any]]):
+    """Record of what a notebook's shell publishes."""
+
+    def publish(self, **display: Any) -> None:
+        self.append(display)
+
+
 class TestMagics:
+    def test_one_output_shows_the_progress_of_all_ranks(
+        self, shell: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        displays = Displays()
+        shell.display_pub, shell.kernel = displays, object()
+        shell.magics["spmd"]("-n 2", BEGIN + "\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]);")
+        shell.magics["spmd_get"]("os.getpid() --to pid --rank 1".replace("os.getpid()", "'os.getpid()'"))
+        publish = displays.publish
+
+        def release(**display: Any) -> None:
+            publish(**display)
+            os.kill(shell.user_ns["pid"], signal.SIGUSR1)
+
+        monkeypatch.setattr(displays, "publish", release)
+        # Slow, one second: the time after which a cell counts as long.
+        shell.magics["spmd"]("", f"print('started', rank, flush=True)\nif rank: {AWAIT_USER}")
+        assert capsys.readouterr().out.splitlines()[-2:] == ["[rank 0] started 0", "[rank 1] started 1"]
+        first, *_, last = displays
+        assert first["data"]["text/plain"].splitlines()[0] == "[rank 0] done: started 0"
+        assert first["data"]["text/plain"].splitlines()[1] == "[rank 1] running: started 1"
+        assert last["data"] == {"text/plain": ""} and [each["update"] for each in displays] == [False] + [True] * (
+            len(displays) - 1
+        )
+        assert len({each["transient"]["display_id"] for each in displays}) == 1
+
     def test_prefix_of_each_line(self, shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
         shell.magics["spmd"]("-n 2", BEGIN + "\nprint('a\\n\\nb'); rank")
         lines = [f"[rank {rank}]{text}" for rank in (0, 1) for text in (" a", "", " b", f" {rank}")]

@@ -90,6 +90,16 @@ def test_a_tutorial_reads_no_file_that_its_archive_lacks(path: Path) -> None:
     assert [name for name in read if name.split("/")[0] not in data] == []
 
 
+def test_outputs_that_showed_progress_are_removed() -> None:
+    """A cell of a second or more has one; the text before and after it is one text, as in a quick cell."""
+    output = nbformat.v4.new_output
+    progress = output("display_data", {"text/plain": ""}, metadata={"torchdist_ref": "progress"})
+    picture = output("display_data", {"image/svg+xml": "<svg/>"})
+    texts = [output("stream", text=text) for text in ("a\n", "b\n", "c\n")]
+    kept = runner().without_progress([texts[0], progress, texts[1], picture, texts[2], progress])
+    assert kept == [output("stream", text="a\nb\n"), picture, output("stream", text="c\n")]
+
+
 def test_the_fingerprint_of_the_library_ignores_docstrings_only(tmp_path: Path, monkeypatch: Any) -> None:
     program = runner()
     package = tmp_path / "torchdist_ref"

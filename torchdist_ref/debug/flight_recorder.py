@@ -169,6 +169,16 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
     }
 
 
+def calls_in_progress() -> list[tuple[RecordedGroup, CallRecord]]:
+    """Return the calls of this process that have not ended, with their groups; a signal's handler may call this."""
+    return [
+        (group, event)
+        for recorder, group in _registered()
+        for event in recorder.events()
+        if not (event.end or event.error)
+    ]
+
+
 def _of_rank(rank: int | None) -> list[tuple[Recorder, RecordedGroup]]:
     return [(recorder, group) for recorder, group in _registered() if group.global_rank == rank]
 

@@ -7,6 +7,7 @@ where it can be tested without a notebook.
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from typing import Any, NoReturn
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.notebook.output import Item
 from torchdist_ref.notebook.pool import RankPool
+from torchdist_ref.notebook.request import Progress
 from torchdist_ref.notebook.server import METHODS, RankServer
 
 _DEFAULT_WORLD = 4
+PROGRESS_METADATA = {"torchdist_ref": "progress"}
+"""Metadata of the output that shows what ranks are doing. It is empty in the end, and programs may remove it."""
 
 
 class SpmdUsageError(ArgumentError):
@@ -93,6 +97,7 @@ class SpmdMagics:
         self._shell = shell
         self._server: RankServer | None = None
         self._pool: RankPool | None = None
+        self._displays = itertools.count(1)
         for parser, kind, action in (
             (_spmd_parser(), "cell", self.spmd),
             (_get_parser(), "line", self.get),
@@ -108,7 +113,10 @@ class SpmdMagics:
         if not set(shown) <= set(range(pool.world_size)):
             raise SpmdUsageError(f"%%spmd --ranks: there are ranks 0 to {pool.world_size - 1}, got {shown}")
         pool.run(
-            cell, timeout=options.timeout, show=lambda rank, item: self._show(rank, item) if rank in shown else None
+            cell,
+            timeout=options.timeout,
+            show=lambda rank, item: self._show(rank, item) if rank in shown else None,
+            progress=self._progress_display(),
         )
 
     def get(self, options: argparse.Namespace) -> None:
@@ -144,6 +152,24 @@ class SpmdMagics:
             sys.stdout.write(f"[rank {rank}] {line}".rstrip(" ") + "\n")
         if rich:
             self._shell.display_pub.publish(data=item)
+
+    def _progress_display(self) -> Progress | None:
+        """Return a function that keeps one output of the cell up to date; None in a terminal, which would repeat it."""
+        if getattr(self._shell, "kernel", None) is None:
+            return None
+        # Updates replace the text of the output that was published first.
+        transient, published = {"display_id": f"torchdist_ref-{next(self._displays)}"}, False
+
+        def show(activities: dict[int, str]) -> None:
+            nonlocal published
+            text = "\n".join(f"[rank {rank}] {activity}" for rank, activity in activities.items())
+            sys.stdout.flush()
+            self._shell.display_pub.publish(
+                data={"text/plain": text}, metadata=PROGRESS_METADATA, transient=transient, update=published
+            )
+            published = True
+
+        return show
 
     def _running(self, magic: str) -> RankPool:
         if self._pool is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 # Written to the output before each message, which takes another way: it orders the message among the output.
@@ -101,7 +102,7 @@ class RankOrder:
         show: Function that receives a rank and one line or bundle of its output.
 
     Attributes:
-        error: First exception of `show`, which receives nothing after it; None without one.
+        error: First exception of `show` or of a guarded function; after it, neither is called. None without one.
 
     Example:
         >>> order = RankOrder([0, 1], lambda rank, item: print(rank, item))
@@ -116,6 +117,7 @@ class RankOrder:
     def __init__(self, ranks: Iterable[int], show: Callable[[int, Item], None]) -> None:
         self._waiting: dict[int, list[Item]] = {rank: [] for rank in ranks}
         self._unfinished_lines = dict.fromkeys(self._waiting, b"")
+        self._last_lines = dict.fromkeys(self._waiting, "")
         self._finished: set[int] = set()
         self._show = show
         self.error: Exception | None = None
@@ -124,7 +126,19 @@ class RankOrder:
         """Add a piece of a rank's text."""
         *lines, self._unfinished_lines[rank] = (self._unfinished_lines[rank] + data).split(b"\n")
         for line in lines:
-            self._add(rank, _final_state(line))
+            text = _final_state(line)
+            self._last_lines[rank] = text or self._last_lines[rank]
+            self._add(rank, text)
+
+    def last_line(self, rank: int) -> str:
+        r"""Return the last line of a rank that is not empty, whether it has ended and is shown or not.
+
+        >>> order = RankOrder([0, 1], print)
+        >>> order.text(1, b"epoch 1\n 10 %\r 20 %")
+        >>> order.last_line(1)
+        ' 20 %'
+        """
+        return _final_state(self._unfinished_lines[rank]) or self._last_lines[rank]
 
     def bundle(self, rank: int, bundle: dict[str, Any]) -> None:
         """Add a displayed value of a rank, after ending an unfinished line."""
@@ -153,12 +167,15 @@ class RankOrder:
     def _flush(self, rank: int) -> None:
         items, self._waiting[rank] = self._waiting[rank], []
         for item in items:
-            try:
-                if self.error is None:
-                    self._show(rank, item)
-            except Exception as error:
-                # The ranks go on; the request raises this at its end.
-                self.error = error
+            self.guarded(partial(self._show, rank, item))
+
+    def guarded(self, show: Callable[[], None]) -> None:
+        """Call a function that shows something, unless one has raised: the ranks go on, and the request raises that."""
+        try:
+            if self.error is None:
+                show()
+        except Exception as error:
+            self.error = error
 
 
 def _final_state(line: bytes) -> str:

@@ -17,8 +17,9 @@ from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, rank_environment
 from torchdist_ref.notebook.display import BACKEND
 from torchdist_ref.notebook.output import Item, RankOrder
+from torchdist_ref.notebook.rank import CELL
 from torchdist_ref.notebook.report import PoolError, Report
-from torchdist_ref.notebook.request import RankRequest
+from torchdist_ref.notebook.request import Progress, RankRequest
 from torchdist_ref.notebook.server import RankConnection, RankServer
 from torchdist_ref.processes import describe_exit, name_ranks
 from torchdist_ref.stores import TCPStore
@@ -91,6 +92,8 @@ class RankPool:
         show: Callable[[int, Item], None] = _ignore,
         timeout: float | None = None,
         grace: float = _GRACE_SECONDS,
+        progress: Progress | None = None,
+        interval: float = 1.0,
     ) -> None:
         """Run a cell on every rank and wait until all have finished.
 
@@ -100,14 +103,18 @@ class RankPool:
                 receives all of rank 0's output first, then rank 1's, and so on; that of the first unfinished rank live.
             timeout: Time in seconds after which unfinished ranks are interrupted and named. Default None: no limit.
             grace: Time in seconds for the others after a rank has failed, before they are interrupted.
+            progress: Function that receives what each rank is doing, as a dict of texts by rank: the line of the cell,
+                the call in which the rank waits, and the last line of its output, such as the present state of a
+                progress bar. After the last call with texts it receives an empty dict. Default None: no reports.
+            interval: Time in seconds before the first report and between two reports.
 
         Raises:
             CellError: A rank raised, died or did not answer. The variables of the other ranks are kept.
             CellInterrupted: The user interrupted; the ranks were interrupted too.
             PoolError: A rank died, or was given up, during an earlier request.
         """
-        name = f"<spmd cell {next(self._cells)}>"
-        self._request(self._connections, ("run", source, name), show, timeout, grace).raise_for_failures()
+        message = ("run", source, f"{CELL}{next(self._cells)}>")
+        self._request(self._connections, message, show, timeout, grace, progress, interval).raise_for_failures()
 
     def pull(self, name: str, rank: int = 0) -> Any:
         """Fetch a value from a rank.
@@ -185,12 +192,14 @@ class RankPool:
         show: Callable[[int, Item], None],
         timeout: float | None,
         grace: float,
+        progress: Progress | None = None,
+        interval: float = 1.0,
     ) -> Report:
         if self._unusable:
             raise PoolError(f"{self._unusable}: restart them (%spmd_stop, then %%spmd -n {self.world_size})")
         order = RankOrder([connection.rank for connection in connections], show)
         try:
-            report = RankRequest(self._server, connections, order, timeout, grace).run(message)
+            report = RankRequest(self._server, connections, order, timeout, grace, progress, interval).run(message)
         except BaseException:
             # Ranks may still have to answer, and the next request would receive that.
             self._unusable = "an earlier request was broken off"

@@ -5,10 +5,13 @@ connection or ends. An interrupt raises KeyboardInterrupt in a running cell and 
 
 Messages are tuples that begin with their kind:
 
-==============  ======================================================================
+==============  ================================================================================================
 kernel → rank   ``run`` source, file name · ``get`` expression · ``put`` name, pickle
-rank → kernel   ``begun`` · ``display`` MIME bundle · ``done`` failure or None, value or None
-==============  ======================================================================
+rank → kernel   ``begun`` · ``display`` MIME bundle · ``position`` text · ``done`` failure or None, value or None
+==============  ================================================================================================
+
+While a cell runs, the kernel asks for its position by a signal. A thread that answers would be one more in processes
+that user code forks. So the main thread answers, between two instructions: while it is in C code, it does not.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ from torchdist_ref.notebook.output import MARKER
 
 # Two signals within this time are one interrupt: the kernel repeats a signal that may have come before a wait.
 _REPEAT_SECONDS = 2.0
+POSITION_SIGNAL = signal.SIGURG
+"""Signal that asks a rank for its position. Processes that do not handle it ignore it, such as those of a program that
+a rank has become."""
+CELL = "<spmd cell "
+"""Start of the file names of cells."""
 _HERE = os.path.dirname(__file__)
 _LIBRARY = os.path.dirname(_HERE) + os.sep
 
@@ -54,6 +62,7 @@ def serve(connection: int, output: int, environment: Mapping[str, str]) -> NoRet
     os.set_inheritable(output, False)
     rank = RankProcess(Connection(connection), output)
     signal.signal(signal.SIGINT, rank.on_interrupt)
+    signal.signal(POSITION_SIGNAL, rank.on_position_request)
     try:
         while True:
             rank.handle(rank.connection.recv())
@@ -74,6 +83,7 @@ class RankProcess:
         self._output = output
         # Callbacks on other threads may display values.
         self._sending = threading.Lock()
+        self._pid = os.getpid()
         self._running = False
         self._interrupted_at = 0.0
         main = types.ModuleType("__main__")
@@ -88,6 +98,17 @@ class RankProcess:
         if self._running and now > self._interrupted_at + _REPEAT_SECONDS:
             self._interrupted_at = now
             raise KeyboardInterrupt
+
+    def on_position_request(self, signum: int, frame: types.FrameType | None) -> None:
+        """Send where the running cell is. Nothing is flushed: the cell may be in the middle of a write."""
+        # A forked child of the cell has this handler too, and the same connection.
+        if self._running and os.getpid() == self._pid and self._sending.acquire(blocking=False):
+            former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                self.connection.send_bytes(pickle.dumps(("position", position(frame))))
+            finally:
+                self._sending.release()
+                signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
     def handle(self, request: tuple[Any, ...]) -> None:
         """Execute a request and send its result."""
@@ -132,7 +153,7 @@ class RankProcess:
     def _send(self, message: tuple[Any, ...]) -> None:
         # A marker without a message would be taken for that of the next one.
         data = pickle.dumps(message)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, POSITION_SIGNAL])
         try:
             with self._sending:
                 for stream in (sys.stdout, sys.stderr):
@@ -145,7 +166,32 @@ class RankProcess:
                 self.connection.send_bytes(data)
         finally:
             # An interrupt inside a message, or between marker and message, would corrupt the stream.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def position(frame: types.FrameType | None) -> str:
+    """Return which line of a cell is running, and the call of this library in which it waits, in words.
+
+    Args:
+        frame: Innermost frame of the cell's thread.
+    """
+    line, in_library = 0, False
+    while frame is not None and not line:
+        name = frame.f_code.co_filename
+        line = frame.f_lineno if name.startswith(CELL) else 0
+        in_library = in_library or name.startswith(_LIBRARY)
+        frame = frame.f_back
+    where = f"line {line}" if line else "starting"
+    # Not imported for this: a cell whose ranks have no group yet may be importing it.
+    recorder = sys.modules.get("torchdist_ref.debug.flight_recorder")
+    calls = recorder.calls_in_progress() if in_library and recorder is not None else []
+    if not calls:
+        return where
+    group, call = calls[0]
+    since = f" for {time.perf_counter() - call.start:.0f} s" if call.start else ""
+    # The recorder of a call that meets others in the store is named after the call.
+    of_group = "" if group.name.startswith(call.call.op) else f" of group {group.name!r}"
+    return f"{where}, waits{since} in {call.call.op}{of_group}"
 
 
 def run_cell(source: str, name: str, namespace: dict[str, Any], show: Callable[[Any], None]) -> None:

@@ -1,7 +1,8 @@
 """Request to some ranks: sent to all, and awaited until each has answered, died or been given up.
 
-One loop handles six kinds of events: output, a message, the end of a rank, the user's interrupt, a deadline, the end of
-the server. Interrupts are handled between events only: one inside a message would corrupt the stream.
+One loop handles seven kinds of events: output, a message, the end of a rank, the user's interrupt, a deadline, the time
+to report progress, the end of the server. Interrupts are handled between events only: one inside a message would
+corrupt the stream.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchdist_ref.notebook.output import RankOrder
-from torchdist_ref.notebook.rank import CellFailure
+from torchdist_ref.notebook.rank import POSITION_SIGNAL, CellFailure
 from torchdist_ref.notebook.report import Report
 from torchdist_ref.notebook.server import RankConnection, RankServer
 from torchdist_ref.processes import signal_socket
@@ -33,6 +34,14 @@ _REPEAT_SECONDS = 0.5
 _DOUBLE_PRESS_SECONDS = 1.0
 
 
+Progress = Callable[[dict[int, str]], None]
+"""Function that receives what each rank is doing, as texts by rank."""
+
+
+def _ignore(activities: dict[int, str]) -> None:
+    """Discard a report."""
+
+
 class RankRequest:
     """Request to ranks in progress.
 
@@ -42,6 +51,8 @@ class RankRequest:
         order: Buffer that receives their output.
         timeout: Time for the ranks, in seconds; None for no limit.
         grace: Time for the others after one of them has failed, in seconds.
+        progress: Function that receives what each rank is doing, at intervals, and an empty dict at the end; or None.
+        interval: Seconds between two calls of `progress`.
     """
 
     def __init__(
@@ -51,6 +62,8 @@ class RankRequest:
         order: RankOrder,
         timeout: float | None,
         grace: float,
+        progress: Progress | None = None,
+        interval: float = 1.0,
     ) -> None:
         self._server = server
         self._connections = {connection.rank: connection for connection in connections}
@@ -60,6 +73,9 @@ class RankRequest:
         self._begun: set[int] = set()
         self._deadline = inf if timeout is None else time.monotonic() + timeout
         self._repeat_at = inf
+        self._progress, self._interval = progress or _ignore, interval
+        self._progress_at = inf if progress is None else time.monotonic() + interval
+        self._positions: dict[int, str] = {}
         self._report = Report(waited=timeout or 0.0)
         self._interrupted_at = 0.0
         self._selector = selectors.DefaultSelector()
@@ -90,13 +106,15 @@ class RankRequest:
                     self._on_end(connection.rank, self._server.ended[connection.pid])
             while self._waiting:
                 self._step()
+        if self._positions:
+            self._order.guarded(lambda: self._progress({}))
         return self._report
 
     def _register(self, source: Connection | socket.socket | int, callback: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, callback)
 
     def _step(self) -> None:
-        next_time = min(self._deadline, self._repeat_at)
+        next_time = min(self._deadline, self._repeat_at, self._progress_at)
         for key, _ in self._selector.select(None if next_time == inf else max(0.0, next_time - time.monotonic())):
             # An earlier event of the same round may have completed this rank.
             if key.fd in self._selector.get_map():
@@ -105,8 +123,24 @@ class RankRequest:
         if now >= self._repeat_at:
             self._repeat_at = inf
             self._signal(self._waiting & self._begun)
+        if now >= self._progress_at and self._waiting:
+            self._report_progress()
         if now >= self._deadline and self._waiting:
             self._on_deadline()
+
+    def _report_progress(self) -> None:
+        """Report what each rank did last, and ask those that run for their position, which the next report has."""
+        self._progress_at = time.monotonic() + self._interval
+        for rank in self._connections:
+            self._positions.setdefault(rank, "running")
+            if rank in self._waiting & self._begun:
+                self._connections[rank].ask(POSITION_SIGNAL)
+        self._order.guarded(lambda: self._progress({rank: self._activity(rank) for rank in self._connections}))
+
+    def _activity(self, rank: int) -> str:
+        ended = "failed" if rank in self._report.failures or rank in self._report.died else "done"
+        activity = self._positions[rank] if rank in self._waiting else ended
+        return f"{activity}: {last}" if (last := self._order.last_line(rank)) else activity
 
     def _on_output(self, connection: RankConnection) -> None:
         if not connection.output.fill():
@@ -128,6 +162,10 @@ class RankRequest:
         except Exception as error:
             # An object in a MIME bundle, of a class that only the rank has.
             kind, content = "display", [{"text/plain": f"(a displayed value cannot be unpickled: {error})"}]
+        if kind == "position":
+            # It has no marker: it does not belong to a place of the output.
+            self._positions[connection.rank] = content[0]
+            return
         # The marker was written before the message was sent, so it can be read now.
         while not connection.output.at_marker and connection.output.fill():
             self._forward(connection)

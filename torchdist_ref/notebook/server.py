@@ -65,6 +65,11 @@ class RankConnection:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
+    def ask(self, signum: int) -> None:
+        """Send a signal to the rank, and not to the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
     def close(self) -> None:
         """Close the connection, which ends an idle rank."""
         self.messages.close()
