@@ -1,6 +1,6 @@
 """The laws of the design that the source shows: short functions, few imports, no cycles, one name a class.
 
-A function's length is from the first to the last line of its body, without its docstring. Run with -s to see the figures.
+A function's length is from the first to the last line of its body, without its docstring. Run with -s to see figures.
 """
 
 from __future__ import annotations
