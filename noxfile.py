@@ -137,7 +137,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def deaths(session: nox.Session) -> None:
-    """Kill a rank at one in twenty of the lines of each call; `nox -s soak -- lines` kills it at all of them."""
+    """Kill a rank at one in a hundred of the lines of each call; `nightly` takes more, `soak -- lines` all of them."""
     set_up(session, 3)
     with step(session, 3, 3, "killing ranks at lines of calls"):
         call(session, "-m", "pytest", "-q", "-n", "2", "-m", "deaths and not long", "tests/soak", *session.posargs)
@@ -255,8 +255,18 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """Run what takes too long for each change, and record it in docs/nightly.json: all, or `-- STEP...`."""
+    set_up(session, 4)
+    with step(session, 3, 4, "installing the browser's driver"):
+        pip(session, "-e", ".[browser]")
+    session.log("[4/4] running the steps; those of the site need `nox -s docs` before")
+    call(session, "-m", "tests.nightly", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """Plant named faults in the library, one at a time, and show that the tests notice each."""
+    """Plant named faults in the library, and show that the tests notice each: all, `-- --changed`, or `-- WORDS`."""
     set_up(session, 3)
     session.log("[3/3] planting faults")
     call(session, "-m", "tests.mutants", *session.posargs)

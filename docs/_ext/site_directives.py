@@ -16,6 +16,8 @@
     Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
 `.. proofs-at-length::`
     Last run of each proof, as `nox -s soak` recorded it.
+`.. nightly::`
+    Last outcome of each step that is too long for CI, as `nox -s nightly` recorded it.
 `.. private-names::`
     The private names of torch that the library uses, from `torchdist_ref.torch_private`.
 `.. launcher-options::`
@@ -47,6 +49,7 @@ from torchdist_ref.launcher.options import get_args_parser
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
 SOAK = Path(__file__).parents[1] / "soak.json"
+NIGHTLY = Path(__file__).parents[1] / "nightly.json"
 GPU = Path(__file__).parents[1] / "gpu.json"
 GPU_TUTORIALS = Path(__file__).parents[1] / "gpu_tutorials.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -298,6 +301,25 @@ class ProofsAtLengthDirective(Directive):
         return [table("proofs", header, rows), where, *([nodes.bullet_list("", *items)] if items else [])]
 
 
+class NightlyDirective(Directive):
+    """Show the last outcome of each step of the nightly run, with its date and commit; a sentence if there is none."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read what `python -m tests.nightly` wrote."""
+        self.state.document.settings.env.note_dependency(str(NIGHTLY))
+        found = json.loads(NIGHTLY.read_text(encoding="utf-8")) if NIGHTLY.exists() else []
+        if not found:
+            return [nodes.paragraph("", "No nightly run is recorded yet.")]
+        header = ("step", "outcome", "minutes", "date", "commit")
+        rows = [
+            (each["what"], each["result"] if each["passed"] else f"failed: {each['result']}")
+            + (f"{each['minutes']:.1f}", each["date"], each["commit"][:9])
+            for each in found
+        ]
+        where = nodes.paragraph("", f"Run on {' and '.join(dict.fromkeys(each['machine'] for each in found))}.")
+        return [table("nightly", header, rows), where]
+
+
 class PrivateNamesDirective(Directive):
     """List the private names of torch: the name, its purpose, the consequence without it, and where it was seen."""
 
@@ -437,5 +459,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("launcher-options", LauncherOptionsDirective)
     app.add_directive("benchmark-options", BenchmarkOptionsDirective)
     app.add_directive("proofs-at-length", ProofsAtLengthDirective)
+    app.add_directive("nightly", NightlyDirective)
     app.add_directive("private-names", PrivateNamesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

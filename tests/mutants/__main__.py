@@ -1,8 +1,8 @@
 """Plant each fault in a copy of the package and run the tests that must notice; a fault that survives is an error.
 
 Prints a line for each fault while it goes, and a closing line. ``python -m tests.mutants WORDS`` takes only the
-faults whose name has the words. The copy is made in a temporary folder, and the tests import it from there, so that
-the working tree is never touched.
+faults whose name has the words, ``--changed`` those that a change concerns and a share of the others (`choice`). The
+copy is made in a temporary folder, and the tests import it from there, so that the working tree is never touched.
 
 Each run is a fork of this process, which has loaded torch and pytest but nothing of the project.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests import huge_pages
+from tests.mutants.choice import concerned, named
 from tests.mutants.planting import Fault, plant, planted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,7 +219,10 @@ def preload() -> None:
 
 def main(words: str = "") -> int:
     preload()
-    chosen = [fault for fault in planted() if words in fault.name]
+    chosen = named(planted(), words)
+    if words == "--changed":
+        chosen, why = concerned(planted())
+        print(f"{len(chosen)} of {len(planted())}: {why}", flush=True)
     survivors = []
     with original() as folder:
         # Without a fault the tests pass, so a failure below is due to the fault.
