@@ -54,7 +54,7 @@ extensions = [
     "notebook_pages",
     "lean_pages",
 ]
-exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_generated", "changes", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 default_role = "quoted"
 nitpicky = True
