@@ -68,9 +68,12 @@ if TYPE_CHECKING:
         destroy_process_group as destroy_process_group,
         empty_registered as empty_registered,
         gather as gather,
+        gather_into_tensor as gather_into_tensor,
         gather_object as gather_object,
+        gather_single as gather_single,
         get_backend as get_backend,
         get_backend_config as get_backend_config,
+        get_backend_impl as get_backend_impl,
         get_debug_level as get_debug_level,
         get_default_backend_for_device as get_default_backend_for_device,
         get_global_rank as get_global_rank,
@@ -112,6 +115,7 @@ if TYPE_CHECKING:
         send_object_list as send_object_list,
         set_debug_level as set_debug_level,
         set_debug_level_from_env as set_debug_level_from_env,
+        set_timeout as set_timeout,
         shrink_group as shrink_group,
         split_group as split_group,
         supports_complex as supports_complex,
@@ -144,15 +148,15 @@ _HOMES = {
         "all_gather_coalesced all_gather_into_tensor all_gather_multigpu all_gather_object all_gather_single "
         "all_reduce all_reduce_coalesced all_reduce_multigpu all_to_all all_to_all_single barrier "
         "batch_isend_irecv broadcast broadcast_multigpu broadcast_object_list default_pg_timeout "
-        "destroy_process_group empty_registered gather gather_object get_backend get_backend_config "
-        "get_debug_level "
+        "destroy_process_group empty_registered gather gather_into_tensor gather_object gather_single get_backend "
+        "get_backend_config get_backend_impl get_debug_level "
         "get_default_backend_for_device get_global_rank get_group_rank get_node_local_rank get_pg_count "
         "get_process_group_ranks get_rank get_world_size init_device_mesh init_process_group irecv is_available "
         "is_backend_available is_gloo_available is_initialized is_mpi_available is_nccl_available "
         "is_torchelastic_launched is_ucc_available is_xccl_available isend monitored_barrier new_group new_subgroups "
         "new_subgroups_by_enumeration recv recv_object_list reduce reduce_multigpu reduce_op reduce_scatter "
         "reduce_scatter_multigpu reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send "
-        "send_object_list set_debug_level set_debug_level_from_env shrink_group split_group "
+        "send_object_list set_debug_level set_debug_level_from_env set_timeout shrink_group split_group "
         "supports_complex"
     ),
     "torchdist_ref.groups.world": "group",

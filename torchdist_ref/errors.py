@@ -229,11 +229,12 @@ class DestroyedGroupError(GroupAbortedError, ArgumentError):
     definite = True
 
 
-class PicklingError(ArgumentTypeError, pickle.PicklingError, AttributeError):
-    """An object to be sent to other ranks cannot be pickled.
+class PicklingError(ArgumentTypeError, pickle.PicklingError, pickle.UnpicklingError, AttributeError):
+    """An object to be sent to other ranks cannot be pickled, or is no plain data in a call with ``weights_only=True``.
 
     Pickle itself raises one of three types: PicklingError for a lambda, AttributeError for a local class, TypeError for
-    a lock. This class is a subclass of all three, so handlers written for any of them still work.
+    a lock. torch's loader of plain data raises UnpicklingError. This class is a subclass of all four, so handlers
+    written for any of them still work.
     """
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 MAX_DEPTH = 64
 _LENGTH, _FLOAT, _COMPLEX = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<dd")
@@ -212,6 +213,20 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
+def _parameter(tensor: Tensor) -> Parameter:
+    try:
+        return Parameter(tensor.detach(), tensor.requires_grad)
+    except RuntimeError as error:
+        raise NotPlainError(f"a parameter that does not exist: {error}") from error
+
+
+def _device(name: bytes) -> torch.device:
+    try:
+        return torch.device(name.decode("ascii", "replace"))
+    except RuntimeError as error:
+        raise NotPlainError(f"a device that does not exist: {error}") from error
+
+
 def _checked(make: Callable[[Any], Any], content: Any) -> Any:
     try:
         return make(content)
@@ -259,9 +274,15 @@ _CODECS: tuple[tuple[type, _Writer | None, _Reader], ...] = (
         lambda d, depth: _checked(_DTYPES_BY_NAME.__getitem__, d.bytes().decode("ascii", "replace")),
     ),
     (Tensor, _write_tensor, lambda d, depth: d.tensor()),
+    (Parameter, _write_tensor, lambda d, depth: _parameter(d.tensor())),
+    (
+        torch.device,
+        lambda out, value, depth: _write_bytes(out, str(value).encode(), depth),
+        lambda d, depth: _device(d.bytes()),
+    ),
 )
 _TAGS: dict[type, int] = {kind: tag for tag, (kind, _, _) in enumerate(_CODECS)}
-_LARGE = {Tensor: 1000, OrderedDict: 400, set: 216, frozenset: 216}
+_LARGE = {Tensor: 1000, Parameter: 1000, OrderedDict: 400, set: 216, frozenset: 216}
 _COSTS = tuple(_LARGE.get(kind, 0) for kind, _, _ in _CODECS)
 """Memory in bytes of an empty object of each type, if that is much more than its encoding."""
 PLAIN_TYPES = ", ".join(kind.__name__ for kind in _TAGS)

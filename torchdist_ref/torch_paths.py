@@ -83,8 +83,9 @@ distributed_c10d                           groups    all_gather all_gather_coale
 distributed_c10d                           groups    all_gather_object all_gather_single all_reduce
 distributed_c10d                           groups    all_reduce_coalesced all_to_all all_to_all_single barrier
 distributed_c10d                           groups    batch_isend_irecv broadcast broadcast_object_list
-distributed_c10d                           groups    default_pg_timeout destroy_process_group gather gather_object
-distributed_c10d                           groups    get_backend get_backend_config get_debug_level
+distributed_c10d                           groups    default_pg_timeout destroy_process_group gather gather_into_tensor
+distributed_c10d                           groups    gather_object gather_single get_backend get_backend_config
+distributed_c10d                           groups    get_backend_impl get_debug_level set_timeout
 distributed_c10d                           groups    get_default_backend_for_device
 distributed_c10d                           groups    get_global_rank get_group_rank get_node_local_rank get_pg_count
 distributed_c10d                           groups    get_process_group_ranks get_rank get_world_size init_process_group

@@ -122,6 +122,14 @@ def gather(rank: int, size: int) -> tuple[Any, Any]:
     return numbers(rank).tolist(), lists(outputs) if outputs else "nothing"
 
 
+@program("gather_single", "gather_into_tensor")
+def gather_single(rank: int, size: int) -> tuple[Any, Any]:
+    """Gather on rank 0, in one tensor."""
+    output = torch.zeros(2 * size, dtype=torch.int64) if rank == 0 else None
+    dist.gather_single(numbers(rank), output, dst=0)
+    return numbers(rank).tolist(), "nothing" if output is None else output.tolist()
+
+
 @program()
 def scatter(rank: int, size: int) -> tuple[Any, Any]:
     """Scatter the list of rank 0."""

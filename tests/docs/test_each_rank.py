@@ -18,6 +18,8 @@ MOVING = [
         "all_gather_into_tensor",
         "all_gather_single",
         "gather",
+        "gather_single",
+        "gather_into_tensor",
         "scatter",
     ),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
@@ -35,6 +37,8 @@ STILL = [
         "get_world_size",
         "get_backend",
         "barrier",
+        "get_backend_impl",
+        "set_timeout",
     ),
     *("new_group", "new_subgroups", "get_group_rank", "get_global_rank", "get_process_group_ranks", "init_device_mesh"),
 ]
@@ -56,6 +60,7 @@ def test_results_are_those_of_the_definitions(size: int) -> None:
         "broadcast": [pairs[1]] * size,
         "all_gather": [pairs] * size,
         "all_gather_into_tensor": [[value for pair in pairs for value in pair]] * size,
+        "gather_single": [[value for pair in pairs for value in pair]] + ["nothing"] * (size - 1),
         "scatter": pairs,
         "reduce_scatter": [[total] for total in sums],
         "reduce_scatter_tensor": [[total] for total in sums],
@@ -79,7 +84,11 @@ def test_a_call_that_moves_data_has_a_block_for_two_and_four_ranks(name: str) ->
 def test_its_docstring_names_counterparts_errors_and_differentiability(name: str) -> None:
     text = inspect.getdoc(getattr(dist, name)) or ""
     wanted = ["Elsewhere:", *(["Differentiable:"] if name in MOVING else [])]
-    wanted += [] if name in ("is_initialized", "all_gather_single", "reduce_scatter_single") else ["Raises:"]
+    wanted += (
+        []
+        if name in ("is_initialized", "all_gather_single", "reduce_scatter_single", "gather_into_tensor")
+        else ["Raises:"]
+    )
     assert [word for word in wanted if f"\n{word}\n" not in text] == []
 
 

@@ -1,8 +1,8 @@
-"""Table of the names below the top level of `torch.distributed` 2.13, beside ours, as data and as a page.
+"""Table of the names below the top level of `torch.distributed` 2.15, beside ours, as data and as a page.
 
 It covers methods of classes, and modules that programs import; `surface_table` covers the top level. The names are in
-torch_2_13_members.json with their signatures. `python -m tests.groups.member_table` writes the signatures (under torch
-2.13) and the page docs/reference/surface_members.md; a test compares both.
+torch_2_15_members.json with their signatures. `python -m tests.groups.member_table` writes the signatures (under torch
+2.15) and the page docs/reference/surface_members.md; a test compares both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torchdist_ref.testing import run
 
 HERE = Path(__file__).parent
-SNAPSHOT = HERE / "torch_2_13_members.json"
+SNAPSHOT = HERE / "torch_2_15_members.json"
 PAGE = HERE.parents[1] / "docs" / "reference" / "surface_members.md"
 THEIRS = {"DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel"}
 OURS = {"DistributedDataParallel": "torchdist_ref.DistributedDataParallel"}
@@ -40,10 +40,12 @@ ABSENT = {
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
     r"DistributedDataParallel\.(gather|scatter|to_kwargs)": "One process, several devices; torch does not call them.",
     r"Work\.(boxed|unbox)": "How torch's compiler holds a Work.",
+    r"Work\.timeout": "A group's `timeout` is that of its calls; `wait` takes another.",
     r"Work\.block_current_stream": "NCCL only; `wait` orders the current stream.",
 }
 # Where ours takes other parameters, and why.
 DIFFERENT = {
+    r"Backend\.register_backend": "torch's further parameter, which begins with an underscore, is private to torch.",
     r"rendezvous\.rendezvous": "Further keyword arguments are collected under another name, which no caller sees.",
     r"device_mesh\.DeviceMesh": "torch's further parameters, which begin with an underscore, are private to torch.",
     r".*\.PowerSGDState": "Two parameters more, at the end, for what torch's does not have.",
@@ -51,7 +53,7 @@ DIFFERENT = {
 
 
 def known() -> dict[str, Signature | None]:
-    """Return the names below torch.distributed, with torch 2.13's signatures, as kept."""
+    """Return the names below torch.distributed, with torch 2.15's signatures, as kept."""
     kept: dict[str, Signature | None] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     return kept
 
@@ -183,7 +185,7 @@ def page() -> str:
 HEAD = """
 # Names below the top level
 
-The methods of classes, and the modules below `torch.distributed`, in torch 2.13 and, where torch removed them, in 1.13.
+The methods of classes, and the modules below `torch.distributed`, in torch 2.15 and, where torch removed them, in 1.13.
 *As torch's* means the same parameters with the same names, kinds and defaults; *same name*, that torch's shows no
 parameters or is gone; *on objects*, that the class doesn't show it but its objects have it; *torch's own*, that the
 name leads to torch's. A `ProcessGroup` is of torch's type, so torch's functions take it, and torch's C++ calls its
@@ -197,6 +199,14 @@ TAIL = """
 | `c10d::ProcessGroup` | torch's own | The base class of backends in C++; registered ones work here by name. |
 | `torch.nn.parallel.DistributedDataParallel` | ours | `torchdist_ref.DistributedDataParallel`; torch's runs on `ref`. |
 | `torch.nn.DataParallel` | torch's own | Threads of one process and no ranks. |
+| backends `nccl2`, `nccl-lazy`, `nccl-legacy` | torch's own | Of torch 2.15; there `nccl` is `nccl2`, here too. |
+| backend `nccl4py` | torch's own | NCCL from Python, with its own watchdog; needs a GPU and `nccl4py`. |
+| `c10d::Window` | absent | One-sided transfers, an experiment on NCCL; `supports_window` is False here. |
+| `_reconfigure` | absent | An experiment; `supports_reconfigure` is False here. See `shrink_group`. |
+| `c10d::NanCheckHook` | absent | Checks inputs on NCCL. Here a hook of `register_pre_hook` can. |
+| `c10d::HealthCheckHook` | absent | Its threads watch torch's NCCL. Here ranks watch each other on every backend. |
+| `c10d::FlightRecorderHook` | absent | Every backend here records its calls in the flight recorder. |
+| entry points `torch.distributed.backends` | ours | `"ref"` has one, so torch 2.14 finds it without an import. |
 | `torch.multiprocessing.spawn` | ours | `torchdist_ref.multiprocessing.spawn`; torch's processes can be ranks, too. |
 | `torch.profiler` | torch's own | Calls of every backend are ranges in it. |
 
@@ -209,6 +219,8 @@ TAIL = """
 | `TORCH_DIST_INIT_BARRIER` | not read: initialization always ends when all ranks are there |
 | `USE_LIBUV` | not read: there is one kind of store server |
 | `PYTORCH_DDP_USE_SIDE_STREAM` | not read: DDP moves inputs on the current stream |
+| `TORCH_DIST_USE_NCCL2` | read by torch 2.15: `0` makes `nccl` its older class |
+| `TORCH_DIST_NAN_CHECK`, `TORCH_DIST_HEALTH_CHECK_PORT` | not read: they are about torch's own groups |
 | `TORCH_DISTRIBUTED_USE_TORCHCOMMS` | not read: it chooses among torch's own backends |
 """
 

@@ -1,8 +1,8 @@
-"""Table of torch 2.13's top level beside ours, as data and as a page.
+"""Table of torch 2.15's top level beside ours, as data and as a page.
 
-torch_2_13.json keeps the signatures of torch 2.13, so that any torch can be compared with them.
-`python -m tests.groups.surface_table` writes that file (under torch 2.13) and the page docs/reference/surface_table.md;
-a test compares both.
+torch_2_15.json keeps the signatures of torch 2.15, so that any torch can be compared with them.
+`python -m tests.groups.surface_table` writes that file (under a CUDA build of torch 2.15) and the page
+docs/reference/surface_table.md; a test compares both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.distributed import distributed_c10d
 import torchdist_ref as dist
 
 HERE = Path(__file__).parent
-SNAPSHOT = HERE / "torch_2_13.json"
+SNAPSHOT = HERE / "torch_2_15.json"
 PAGE = HERE.parents[1] / "docs" / "reference" / "surface_table.md"
-VERSION = "2.13"
+VERSION = "2.15"
 Signature = list[list[str | None]]
 
 # Where ours takes other parameters than torch's, and why.
@@ -54,6 +54,11 @@ TORCHS_OWN = {
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
     "ProcessGroupGloo": 'torch\'s class works as before beside this library; by name, its backend is `"gloo"`.',
+    **dict.fromkeys(
+        ["ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"],
+        'torch\'s class, in its CUDA builds only; the last two since torch 2.15. By name, the backends are `"nccl"`, '
+        '`"nccl2"` and `"nccl-lazy"`.',
+    ),
     "RankType": INSIDE,
     "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
@@ -123,6 +128,11 @@ def shown(default: Any) -> str:
     return repr(default)
 
 
+def without(one: Signature, other: Signature | None) -> Signature:
+    """Return the parameters of a signature that another one lacks, or has with another kind or default."""
+    return [parameter for parameter in one if parameter not in (other or [])]
+
+
 def torchs_names() -> dict[str, Signature | None]:
     """Return the public names of the installed torch's top level, with the signatures of functions and classes."""
     names = {name for name in {*dir(theirs), *distributed_c10d.__all__} if not name.startswith("_")} - NOT_MEANT
@@ -164,7 +174,7 @@ def page() -> str:
 HEAD = """
 # Names beside torch's
 
-Every public name at the top level of `torch.distributed` in torch 2.13, and what this library has for it. *As torch's*
+Every public name at the top level of `torch.distributed` in torch 2.15, and what this library has for it. *As torch's*
 means the same parameters with the same names, kinds and defaults; *same name*, that torch's is in C++ and shows no
 parameters; *torch's own*, that the name leads to torch's, which works on this library's groups. A test compares them
 one by one, and this page is written from the test's own table.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,47 @@ def test_a_flattened_dimension_is_found_by_its_name(tmp_path: Path) -> None:
 
     total = (fill(0, (3,)) + fill(1, (3,))).tolist()
     assert run(program, 2, ranks="processes") == [(2, [0, 1], total)] * 2
+
+
+def ordered(rank: int) -> tuple[Any, ...]:
+    mesh = dist.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"), preserve_rank_order=True)
+    line = dist.DeviceMesh("cpu", [3, 2, 1, 0], preserve_rank_order=True)
+    tensors = [torch.zeros(3) for _ in range(2)]
+    dist.all_gather(tensors, fill(rank, (3,)), group=mesh.get_group("b"))
+    ranks = [dist.get_process_group_ranks(group) for group in (*mesh.get_all_groups(), line.get_group())]
+    same = dist.DeviceMesh("cpu", [0, 1, 2, 3], preserve_rank_order=True).get_group() is dist.group.WORLD
+    return ranks, mesh.get_local_rank("b"), mesh.get_coordinate(), line.get_local_rank(), tensors, same
+
+
+def test_a_mesh_that_preserves_the_order_of_ranks_has_them_in_its_groups() -> None:
+    for rank, (ranks, local, coordinate, place, tensors, same) in enumerate(run(ordered, 4)):
+        row = [3, 1] if rank in (3, 1) else [0, 2]
+        assert ranks == [[3, 0] if rank in (3, 0) else [1, 2], row, [3, 2, 1, 0]] and same
+        assert local == coordinate[1] == row.index(rank) and place == 3 - rank
+        assert all(torch.equal(each, fill(member, (3,))) for each, member in zip(tensors, row, strict=True))
+
+
+def aborted(rank: int, begun: threading.Barrier) -> Any:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    with pytest.raises(RuntimeError, match="not supported on a submesh"):
+        mesh["a"].abort()
+    groups = mesh.get_all_groups()
+    begun.wait(20)
+    if rank == 0:
+        mesh.abort()
+        mesh.abort()
+    else:
+        # Along one dimension or the other, each waits for a call that is never made.
+        with pytest.raises(dist.GroupAbortedError, match=r"DeviceMesh\.abort"):
+            for group in groups:
+                dist.all_reduce(torch.ones(1), group=group)
+        return "ended"
+    with pytest.raises(ValueError, match="was destroyed"):
+        mesh.get_group("a")
+    return dist.is_initialized(), [type(group.backend).__name__ for group in groups]
+
+
+def test_abort_ends_the_calls_of_all_groups_of_a_mesh() -> None:
+    found = run(aborted, 4, threading.Barrier(4))
+    assert found[0] == (True, ["DestroyedBackend", "DestroyedBackend"])
+    assert found[1:] == ["ended"] * 3

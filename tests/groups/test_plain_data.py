@@ -37,6 +37,7 @@ VALUES: list[Any] = [
     collections.OrderedDict(b=1, a=2),
     torch.Size([2, 3]),
     torch.bfloat16,
+    torch.device("cuda", 3),
 ]
 
 
@@ -73,7 +74,27 @@ def test_a_conjugate_view_and_requires_grad_survive() -> None:
     assert found.requires_grad and found.is_leaf
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_survives(requires_grad: bool) -> None:
+    found = decode(encode(torch.nn.Parameter(fill(3, (2, 2)), requires_grad)))
+    assert type(found) is torch.nn.Parameter and found.requires_grad is requires_grad
+    assert torch.equal(found, fill(3, (2, 2))) and found.is_leaf
+
+
+@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.ones(2)), torch.device("cpu")])
+def test_bytes_of_no_parameter_and_of_no_device_are_refused(value: Any) -> None:
+    data = bytearray(encode(value))
+    # The dtype of the tensor becomes int64, which needs no gradient; the name of the device becomes none.
+    data[1 if isinstance(value, torch.Tensor) else -1] = 4
+    with pytest.raises(NotPlainError):
+        decode(data)
+
+
 class Mine(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Odd(torch.Tensor):
     pass
 
 
@@ -82,7 +103,7 @@ nested.append(nested)
 
 
 @pytest.mark.parametrize(
-    "value", [print, Mine(), object(), nested, torch.nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse(), range(3)]
+    "value", [print, Mine(), object(), nested, torch.ones(1).as_subclass(Odd), torch.ones(2).to_sparse(), range(3)]
 )
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(NotPlainError):

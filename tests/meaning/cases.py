@@ -24,6 +24,7 @@ MOVING = (
     "all_gather_into_tensor",
     "all_gather_single",
     "gather",
+    "gather_single",
     "scatter",
     "all_to_all",
     "all_to_all_single",

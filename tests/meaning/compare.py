@@ -187,6 +187,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def newer_name(case: Case) -> bool:
     """Return whether the installed torch is older than the name of the function."""
+    if case.call == "gather_single":
+        return not torch_has("2.14")
     return case.call in ("all_gather_single", "reduce_scatter_single") and not torch_has("2.13")
 
 
@@ -208,6 +210,9 @@ def torch_can(case: Case, size: int) -> bool:
         return True
     if newer_name(case) or (case.call == "all_to_all" and not torch_has("2.13")):
         # Older versions of Gloo do not support lists of blocks.
+        return False
+    if case.call == "gather_single":
+        # Only NCCL has it.
         return False
     if case.dtype in ("int16", "uint16", "uint32", "uint64", *FLOATS8):
         return False

@@ -184,6 +184,16 @@ def _gather(v: View) -> Meaning:
     return Meaning(invoke, [v.data(v.me, v.me)], [v.empty(r) for r in ranks], [v.data(r, r) for r in ranks])
 
 
+def _gather_single(v: View) -> Meaning:
+    def invoke(library: Any, inputs: list[Tensor], outputs: list[Tensor], common: dict[str, Any]) -> Any:
+        return library.gather_single(inputs[0], outputs[0] if v.is_root else None, v.members[v.root], **common)
+
+    if not v.is_root:
+        return Meaning(invoke, [v.data(v.me)], [], [])
+    ranks = range(v.size)
+    return Meaning(invoke, [v.data(v.me)], [_stacked([v.empty()] * v.size)], [_stacked([v.data(r) for r in ranks])])
+
+
 def _scatter(v: View) -> Meaning:
     def invoke(library: Any, inputs: list[Tensor], outputs: list[Tensor], common: dict[str, Any]) -> Any:
         return library.scatter(outputs[0], inputs if v.is_root else None, v.members[v.root], **common)
@@ -300,6 +310,7 @@ MEANINGS: dict[str, Callable[[View], Meaning]] = {
     "all_gather_into_tensor": _all_gather_into_tensor,
     "all_gather_single": _all_gather_into_tensor,
     "gather": _gather,
+    "gather_single": _gather_single,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_tensor": _reduce_scatter_tensor,

@@ -17,6 +17,7 @@ Do not add a method per operation here, nor numbers of bytes or ranks to a range
 from __future__ import annotations
 
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,6 +162,8 @@ _OUTPUTS = {
     "all_gather_single": "output_tensor",
     "all_to_all": "output_tensor_list",
     "gather": "gather_list",
+    "gather_into_tensor": "gather_tensor",
+    "gather_single": "gather_tensor",
     "scatter": "tensor",
 }
 
@@ -558,6 +561,26 @@ class Backend(ABC):
         """Return a new CPU tensor, in registered memory if this backend has such."""
         return torch.empty(size, dtype=dtype)
 
+    def implementation(self, device_type: str | None) -> Any:
+        """Return what `get_backend_impl` does: the object that runs the calls, by default this one.
+
+        Args:
+            device_type: Device type of the calls; None for all.
+        """
+        return self
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the time-out of the calls that begin from now on; by default warn that the backend cannot.
+
+        Args:
+            seconds: Upper limit of any wait, in seconds.
+        """
+        warnings.warn(
+            f"set_timeout: backend {self.name!r} does not support changing its time-out, which stays what it was when "
+            "the group was made. Pass timeout to init_process_group or new_group.",
+            stacklevel=2,
+        )
+
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for the first of some group ranks known to have failed, or None.
 
@@ -659,6 +682,7 @@ class BackendWrapper(Backend):
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
     successor_store, announce_exit, end_calls = map(_forwarded, ("successor_store", "announce_exit", "end_calls"))
     departure, leave, explain_leave = map(_forwarded, ("departure", "leave", "explain_leave"))
+    set_timeout, implementation = map(_forwarded, ("set_timeout", "implementation"))
 
 
 # ---- the end of a group

@@ -100,6 +100,9 @@ class Fake(Backend):
             operation.into(total, source)
         _copy(total / self._size if call.reduction == "avg" else total, target)
 
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`. No call waits."""
+
     def close(self) -> None:
         """See `Backend.close`."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import ArgumentTypeError, UnsupportedError, UsageError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, UsageError, explain, on_rank
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import all_on_one_host
 from torchdist_ref.work import Work
@@ -215,14 +215,40 @@ class ByDevice(Backend):
     def _backend(self, call: Call, tensors: Tensors) -> Backend:
         if not tensors:
             return self._first
-        found = self._backends.get(tensors[0].device.type)
+        device = tensors[0].device
+        return self._for_device(call.op, device.type, f"this tensor is on {device}")
+
+    def _for_device(self, operation: str, kind: str, why: str) -> Backend:
+        found = self._backends.get(kind)
         if found is None:
-            device = tensors[0].device
             raise UnsupportedError(
-                f"{call.op}: No backend type associated with device type {device.type}: this tensor is on {device}, "
-                f"and the group's backends are {self.name!r}. Name one for it in init_process_group, or move it."
+                f"{operation}: No backend type associated with device type {kind}: {why}, and the group's backends are "
+                f"{self.name!r}. Name one for it in init_process_group, or move the tensor."
             )
         return found
+
+    def implementation(self, device_type: str | None) -> Any:
+        """See `Backend.implementation`.
+
+        Raises:
+            UnsupportedError: The group has no backend for the device type.
+            ArgumentError: There are several backends, and no device type.
+        """
+        if device_type is not None:
+            why = f"the device is {device_type}"
+            return self._for_device("get_backend_impl", device_type, why).implementation(device_type)
+        found = [backend.implementation(device) for device, backend in self._backends.items()]
+        if any(each is not found[0] for each in found):
+            raise ArgumentError(
+                f"get_backend_impl: Process group has multiple backend implementations, {self.name!r}; pass the device "
+                f"argument to select one{on_rank()}."
+            )
+        return found[0]
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`."""
+        for backend in self._backends.values():
+            backend.set_timeout(seconds)
 
     @property
     def shares_memory(self) -> bool:

@@ -6,7 +6,7 @@ Do not add ways to restore a group: create a new one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -36,6 +36,14 @@ class DestroyedBackend(Backend):
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """See `Backend.submit`."""
         self.refuse(call.op)
+
+    def implementation(self, device_type: str | None) -> Any:
+        """See `Backend.implementation`."""
+        self.refuse("get_backend_impl")
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`."""
+        self.refuse("set_timeout")
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -92,6 +93,11 @@ class CheckedBackend(BackendWrapper):
                 raise
             self.recorder.drop(entry)
             return self.wrapped.submit(call, inputs, outputs, wait)
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`."""
+        self._membership = replace(self._membership, timeout=seconds)
+        self.wrapped.set_timeout(seconds)
 
     def _check_sizes(self, call: Call, inputs: Tensors, outputs: Tensors, entry: Entry) -> None:
         """Compare the sizes of an uneven all_to_all: those that one rank sends are those that the other receives."""

@@ -73,6 +73,7 @@ def init_process_group(
     pg_options: Any = None,
     device_id: Any = None,
     _ranks: list[int] | None = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Create the default group. Every rank calls this once; it returns when all ranks have called it.
 
@@ -94,6 +95,8 @@ def init_process_group(
             ``ref``, ``gloo`` and ``mpi`` have none.
         device_id: For ``nccl`` this rank's device: ranks then connect at once. Other backends need none.
         _ranks: Accepted for compatibility with torch, which uses them only for the group's name.
+        enable_reconfigure: Accepted for compatibility with torch 2.15, whose experimental reconfiguration no backend
+            here has; as in torch, such a backend ignores it.
 
     Raises:
         ArgumentError: Initialized twice, a backend that is not a str, or a time-out that is not positive.

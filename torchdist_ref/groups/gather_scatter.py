@@ -238,6 +238,114 @@ def gather(
     return submit_lists(found, _gather(root), (tensor,), outputs, async_op)
 
 
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather the tensors of all ranks in one tensor on one rank, the destination. Since torch 2.14.
+
+    Args:
+        tensor: Input: this rank's tensor, of one shape and dtype on all ranks. On the destination it may be its own
+            block of the output.
+        gather_tensor: Output on the destination, of the input's dtype, with world size times its elements: rank 0's
+            first, then rank 1's. Its shape is free: concatenated or stacked. Ignored on the other ranks.
+        dst: Global rank of the destination. Default: 0, unless `group_dst` is given.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        group_dst: Group rank of the destination.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: No output on the destination, an output of the wrong size or dtype, or a destination that is
+            not in the group.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     output = torch.zeros(3, 2, dtype=torch.int64) if rank == 1 else None
+        ...     dist.gather_single(torch.tensor([rank, 7 - rank]), output, dst=1)
+        ...     return output if output is None else output.tolist()
+        >>> run(program, 3)
+        [None, [[0, 7], [1, 6], [2, 5]], None]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.gather` is.
+
+    Elsewhere:
+        ``MPI_Gather`` in MPI, ``ncclGather`` in NCCL. JAX has none: ``jax.lax.all_gather(tiled=True)`` gives the
+        blocks to all.
+    """
+    found = member_group("gather_single", group)
+    if found is None:
+        return None
+    root = root_of(found, "gather_single", dst, group_dst, "dst", default=0)
+    return _gather_on_root("gather_single", tensor, gather_tensor, found, root, async_op)
+
+
+def gather_into_tensor(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather the tensors of all ranks in one tensor on one rank: another name for `gather_single`. Since torch 2.14.
+
+    Args:
+        tensor: Input: this rank's tensor, of one shape and dtype on all ranks.
+        gather_tensor: Output on the destination: all inputs, concatenated or stacked in rank order, of the input's
+            dtype. Ignored on the other ranks. Results and errors are those of `gather_single`.
+        dst: Global rank of the destination. Default: 0, unless `group_dst` is given.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        group_dst: Group rank of the destination.
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.gather` is.
+
+    Elsewhere:
+        ``MPI_Gather`` in MPI, ``ncclGather`` in NCCL. JAX has none: ``jax.lax.all_gather(tiled=True)`` gives the
+        blocks to all.
+    """
+    found = member_group("gather_into_tensor", group)
+    if found is None:
+        return None
+    root = root_of(found, "gather_into_tensor", dst, group_dst, "dst", default=0)
+    return _gather_on_root("gather_into_tensor", tensor, gather_tensor, found, root, async_op)
+
+
+def _gather_on_root(
+    operation: str, input: Tensor, output: Tensor | None, group: ProcessGroup, root: int, async_op: bool
+) -> Work | None:
+    call = _gather(root)
+    if group.rank() != root:
+        check_tensor(operation, "tensor", input)
+        return submit_lists(group, call, (input,), (), async_op, operation)
+    if output is None:
+        raise ArgumentError(
+            f"{operation}: gather_tensor must be specified on the destination rank (group rank {root}){on_rank()}."
+        )
+    check_tensor(operation, "tensor", input)
+    check_tensor(operation, "gather_tensor", output)
+    check_one_dtype(operation, (input, output))
+    if output.numel() != (count := input.numel() * len(group.members)):
+        check_elements(operation, "gather_tensor", output, count, "world size times the input")
+    blocks = blocks_of(operation, "gather_tensor", output, group, written=True)
+    return submit_lists(group, call, (input,), blocks, async_op, operation)
+
+
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,

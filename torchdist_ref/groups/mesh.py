@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from torchdist_ref.errors import ArgumentTypeError, DistError, EntryError, explain, indexed
+from torchdist_ref.backends.unusable import DestroyedBackend
+from torchdist_ref.errors import ArgumentTypeError, DistError, EntryError, explain, indexed, on_rank
 from torchdist_ref.groups.creation import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
 from torchdist_ref.groups.world import (
@@ -38,7 +39,7 @@ class DeviceMesh(TorchMesh):
     """Grid of the ranks of a job, with a process group along each dimension.
 
     Every rank of the default group creates the same meshes in the same order. Groups list their ranks in ascending
-    order. The default group is initialized from the environment if there is none.
+    order, unless `preserve_rank_order`. The default group is initialized from the environment if there is none.
 
     Args:
         device_type: Device type that the ranks use, such as ``"cpu"``; without an index.
@@ -46,6 +47,8 @@ class DeviceMesh(TorchMesh):
         mesh_dim_names: One name per dimension, needed for slicing. Default: no names.
         backend_override: For each dimension the backend of its groups, alone or in a tuple with options, which are
             ignored; None for the default group's. Default: the default group's backend everywhere.
+        preserve_rank_order: Whether groups list their ranks as the mesh does, so that group ranks are coordinates.
+            Since torch 2.15. Default: False.
 
     Raises:
         DistError: Duplicate ranks, ranks out of range, names that do not match the dimensions, or a device type with
@@ -68,6 +71,7 @@ class DeviceMesh(TorchMesh):
         *,
         mesh_dim_names: Names = None,
         backend_override: Sequence[Any] | None = None,
+        preserve_rank_order: bool = False,
     ) -> None:
         if not is_initialized():
             init_process_group()
@@ -76,13 +80,19 @@ class DeviceMesh(TorchMesh):
         backends = [_backend_of(override) for override in backend_override or [None] * ranks.dim()]
         if len(backends) != ranks.dim():
             _refuse("backend_override", f"one entry for each of {ranks.dim()} dimensions", backend_override)
-        groups = tuple(_group_along(ranks, dimension, backends[dimension]) for dimension in range(ranks.dim()))
-        self._make(device_type, ranks, mesh_dim_names, groups)
+        groups = tuple(
+            _group_along(ranks, dimension, backends[dimension], preserve_rank_order) for dimension in range(ranks.dim())
+        )
+        self._make(device_type, ranks, mesh_dim_names, groups, preserve_rank_order)
 
-    def _make(self, device_type: str, ranks: Tensor, names: Names, groups: Groups) -> None:
+    def _make(
+        self, device_type: str, ranks: Tensor, names: Names, groups: Groups, preserve_rank_order: bool = False
+    ) -> None:
         """Make this a mesh of existing groups, for torch's functions too."""
         self._set(ranks, names, groups)
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=get_rank())
+        # torch 2.15 reads it where it makes other meshes of this one.
+        self._preserve_rank_order = bool(preserve_rank_order)
         # torch compares meshes in caches that ranks share where they are threads.
         self._thread_id = get_ident() if is_thread_rank() else None
         own = [group for group in groups if isinstance(group, ProcessGroup)]
@@ -184,7 +194,8 @@ class DeviceMesh(TorchMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return this rank's group rank along one dimension, given by index or name; optional for a single dimension.
 
-        It equals the coordinate unless the mesh lists ranks in descending order: groups list theirs in ascending order.
+        It equals the coordinate unless the mesh lists ranks in descending order: groups list theirs in ascending order,
+        unless the mesh has `preserve_rank_order`.
 
         Raises:
             DistError: This rank is not in the mesh, or there are several dimensions and none is given.
@@ -208,6 +219,39 @@ class DeviceMesh(TorchMesh):
     def get_all_groups(self) -> list[ProcessGroup]:  # type: ignore[override]
         """Return this rank's group along each dimension."""
         return [self.get_group(dimension) for dimension in range(self.ndim)]
+
+    def abort(self) -> None:
+        """Abort all groups of this mesh and of its flattened dimensions, and destroy them. Since torch 2.15.
+
+        For a rank that learns that another one has failed: the calls of all members end with an error. A rank that
+        is not in the mesh has nothing to abort.
+
+        Raises:
+            DistError: This is a slice of another mesh, whose other groups would remain.
+
+        Example:
+            >>> import torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     mesh = dist.init_device_mesh("cpu", (2, 2))
+            ...     mesh.abort()
+            ...     return dist.get_world_size()
+            >>> run(program, 4)
+            [4, 4, 4, 4]
+        """
+        if self._root_mesh is not None:
+            raise DistError(
+                "DeviceMesh.abort: abort() is not supported on a submesh, whose groups are a part of its mesh's"
+                f"{on_rank()}. Call abort() on the root mesh instead."
+            )
+        flattened = [mesh.get_group() for mesh in vars(self).get("_flatten_mapping", {}).values()]
+        groups = dict.fromkeys(filter(None, map(resolve, [*self._groups, *flattened])))
+        for group in groups:
+            group.backend.abort("DeviceMesh.abort was called")
+        for group in groups:
+            # The end of the default group is that of all others.
+            if not isinstance(group.backend, DestroyedBackend):
+                group.shutdown()
 
     def _dimension(self, wanted: int | str | None, operation: str) -> int:
         if isinstance(wanted, str):
@@ -403,10 +447,10 @@ def _backend_of(override: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _group_along(ranks: Tensor, dimension: int, backend: str | None) -> ProcessGroup | int:
+def _group_along(ranks: Tensor, dimension: int, backend: str | None, as_listed: bool) -> ProcessGroup | int:
     """Create the groups of all lines along a dimension, and return this rank's."""
     if ranks.dim() == 1 and backend is None and ranks.tolist() == list(default_group().members):
         return default_group()
     lines = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
-    made = [new_group(line, backend=backend) for line in lines]
+    made = [new_group(line, backend=backend, sort_ranks=not as_listed) for line in lines]
     return next((group for group in made if isinstance(group, ProcessGroup)), -100)

@@ -38,16 +38,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | int | None = None) -> None:
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: ProcessGroup | int | None = None, weights_only: bool = False
+) -> None:
     """Gather the objects of all ranks in a list on every rank.
 
     Args:
         object_list: Output: a list with one entry for each rank; entry `r` becomes rank `r`'s object.
         obj: Input: this rank's object, which must be picklable.
         group: Process group. Default: all ranks.
+        weights_only: Exchange plain data only (tensors, numbers, texts, and containers of them), which is decoded
+            without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: A rank's object cannot be pickled. All ranks raise it, and the group remains usable.
+        PicklingError: A rank's object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+            it, and the group remains usable.
         EntryError: The list has fewer entries than the group has ranks. The other ranks receive their objects.
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
@@ -76,12 +81,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     if found is None:
         return
     error, exchange = _no_list(operation, "object_list", object_list, found), next_exchange(found, operation)
-    payload = pack(found, operation, exchange, obj) if error is None else error_payload(error)
+    payload = pack(found, operation, exchange, obj, weights_only) if error is None else error_payload(error)
     parts = _all_gather_payloads(found, payload, _all_gather_headers(found, payload))
     if len(object_list) < found.size():
         raise _too_few_entries(operation, "object_list", object_list, found)
     for rank, part in enumerate(parts):
-        object_list[rank] = unpack(found, part, operation, exchange, rank)
+        object_list[rank] = unpack(found, part, operation, exchange, rank, weights_only)
 
 
 def gather_object(
@@ -90,6 +95,7 @@ def gather_object(
     dst: int | None = None,
     group: ProcessGroup | int | None = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Gather the objects of all ranks in a list on one rank, the destination.
 
@@ -99,9 +105,12 @@ def gather_object(
         dst: Global rank of the destination. Default: 0, unless `group_dst` is given.
         group: Process group. Default: all ranks.
         group_dst: Group rank of the destination.
+        weights_only: Exchange plain data only (tensors, numbers, texts, and containers of them), which is decoded
+            without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: A rank's object cannot be pickled. All ranks raise it, and the group remains usable.
+        PicklingError: A rank's object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+            it, and the group remains usable.
         ArgumentError: No list or a short one on the destination, or a list on another rank. All ranks raise it.
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
@@ -130,14 +139,14 @@ def gather_object(
         return
     root = root_of(found, operation, dst, group_dst, "dst", default=0)
     error, exchange = _gather_list_error(found, root, object_gather_list), next_exchange(found, operation)
-    payload = pack(found, operation, exchange, obj) if error is None else error_payload(error)
+    payload = pack(found, operation, exchange, obj, weights_only) if error is None else error_payload(error)
     headers = _all_gather_headers(found, payload)
     if any(kind for _, kind, _ in headers):
         _all_gather_payloads(found, payload, headers)
     parts = _gather_payloads(found, root, payload, max(size for size, _, _ in headers))
     if object_gather_list is not None:
         for rank, part in enumerate(parts):
-            object_gather_list[rank] = unpack(found, part, operation, exchange, rank)
+            object_gather_list[rank] = unpack(found, part, operation, exchange, rank, weights_only)
 
 
 def _gather_list_error(
@@ -163,6 +172,7 @@ def broadcast_object_list(
     group: ProcessGroup | int | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Copy one rank's list of objects to all ranks of the group.
 
@@ -173,9 +183,12 @@ def broadcast_object_list(
         group: Process group. Default: all ranks.
         device: Device for the transfer. Default: a device that the backend supports.
         group_src: Group rank of the source.
+        weights_only: Exchange plain data only (tensors, numbers, texts, and containers of them), which is decoded
+            without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled. All ranks raise it, and the group remains usable.
+        PicklingError: An object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+            it, and the group remains usable.
         ArgumentError: This rank's list has another length than the source's, or the source is not in the group.
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
@@ -208,12 +221,18 @@ def broadcast_object_list(
     error, own = _no_list(operation, "object_list", object_list, found), None
     exchange = next_exchange(found, operation)
     if found.rank() == root:
-        own = error_payload(error) if error else pack(found, operation, exchange, list(object_list), len(object_list))
+        own = (
+            error_payload(error)
+            if error
+            else pack(found, operation, exchange, list(object_list), weights_only, len(object_list))
+        )
     received, count = _broadcast_payload(found, root, own, device)
     if error is not None:
         raise error
     if own is None:
-        _replace(object_list, unpack(found, received.data, operation, exchange, root), count, operation, rank)
+        _replace(
+            object_list, unpack(found, received.data, operation, exchange, root, weights_only), count, operation, rank
+        )
 
 
 def scatter_object_list(
@@ -222,6 +241,7 @@ def scatter_object_list(
     src: int | None = None,
     group: ProcessGroup | int | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Scatter a list of objects of one rank, the source: every rank gets one of them.
 
@@ -231,9 +251,12 @@ def scatter_object_list(
         src: Global rank of the source. Default: 0, unless `group_src` is given.
         group: Process group. Default: all ranks.
         group_src: Group rank of the source.
+        weights_only: Exchange plain data only (tensors, numbers, texts, and containers of them), which is decoded
+            without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled. All ranks raise it, and the group remains usable.
+        PicklingError: An object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+            it, and the group remains usable.
         ArgumentError: The output list is empty or no list. Or the source passed no list, or one of the wrong length;
             then all ranks raise it.
         NotInitializedError: `init_process_group` was not called.
@@ -263,17 +286,23 @@ def scatter_object_list(
         return
     root = root_of(found, operation, src, group_src, default=0)
     exchange = next_exchange(found, operation)
-    payloads = _scatter_payloads_of(found, exchange, scatter_object_input_list) if found.rank() == root else []
+    payloads = (
+        _scatter_payloads_of(found, exchange, scatter_object_input_list, weights_only) if found.rank() == root else []
+    )
     received = _scatter_payloads(found, root, payloads)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(
             f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
             f"least 1, got {scatter_object_output_list!r} (on rank {_global_rank(found)})."
         )
-    scatter_object_output_list[0] = unpack(found, received.data, operation, f"{exchange} to {found.rank()}", root)
+    scatter_object_output_list[0] = unpack(
+        found, received.data, operation, f"{exchange} to {found.rank()}", root, weights_only
+    )
 
 
-def _scatter_payloads_of(group: ProcessGroup, exchange: str, objects: list[Any] | None) -> list[Payload]:
+def _scatter_payloads_of(
+    group: ProcessGroup, exchange: str, objects: list[Any] | None, weights_only: bool
+) -> list[Payload]:
     # The source's payloads, or a single one with an error.
     operation, rank = "scatter_object_list", _global_rank(group)
     if not isinstance(objects, Sequence) or len(objects) != group.size():
@@ -281,7 +310,9 @@ def _scatter_payloads_of(group: ProcessGroup, exchange: str, objects: list[Any] 
         expected = f"a list of {group.size()} objects, one for each rank, on the source"
         text = explain(operation, "scatter_object_input_list", expected, got, rank=rank)
         return [error_payload(ArgumentError(text))]
-    payloads = [pack(group, operation, f"{exchange} to {target}", value) for target, value in enumerate(objects)]
+    payloads = [
+        pack(group, operation, f"{exchange} to {target}", value, weights_only) for target, value in enumerate(objects)
+    ]
     return next(([payload] for payload in payloads if payload.error is not None), payloads)
 
 
@@ -292,6 +323,7 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Send a list of objects to one rank, and return when that rank has received it.
 
@@ -302,9 +334,12 @@ def send_object_list(
         device: Device for the transfer. Default: a device that the backend supports.
         group_dst: Group rank of the destination.
         use_batch: Accepted for compatibility with torch; the messages are the same.
+        weights_only: Exchange plain data only (tensors, numbers, texts, and containers of them), which is decoded
+            without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled. The receiver raises it too, and the group remains usable.
+        PicklingError: An object cannot be pickled, or is no plain data with `weights_only`. The receiver raises
+            it too, and the group remains usable.
         ArgumentError: The destination is this rank, or not in the group.
         DistBackendError: The receiver died, aborted, or did not call in time.
 
@@ -335,7 +370,7 @@ def send_object_list(
     if (error := _no_list(operation, "object_list", object_list, found)) is not None:
         raise error
     message = next_message(found, found.rank(), peer)
-    payload = pack(found, operation, message, list(object_list), len(object_list))
+    payload = pack(found, operation, message, list(object_list), weights_only, len(object_list))
     for tensor in (payload.header(), payload.tensor()):
         _on_device([tensor], found, device, lambda moved: found.backend.submit(Send(peer), (moved,), (), True))
     if payload.error is not None:
@@ -349,6 +384,7 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Receive a list of objects from one rank, or from the first rank that sends.
 
@@ -359,12 +395,14 @@ def recv_object_list(
         device: Device for the transfer. Default: a device that the backend supports.
         group_src: Group rank of the source.
         use_batch: Accepted for compatibility with torch; the messages are the same.
+        weights_only: Exchange plain data only (tensors, numbers, texts, and containers of them), which is decoded
+            without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Returns:
         Global rank of the sender; -1, with a warning, if this rank is not in the group.
 
     Raises:
-        PicklingError: The sender could not pickle an object.
+        PicklingError: The sender could not pickle an object, or it is no plain data with `weights_only`.
         ArgumentError: The list has another length than the sender's, or the source is this rank or not in the group.
         DistBackendError: The source died, aborted, or did not send in time.
 
@@ -396,7 +434,7 @@ def recv_object_list(
     if kind:
         raise_error_of(kind, received.data, None)
     sender = found.members[source]
-    objects = unpack(found, received.data, operation, message, source)
+    objects = unpack(found, received.data, operation, message, source, weights_only)
     _replace(object_list, objects, count, operation, _global_rank(found))
     return sender
 

@@ -35,7 +35,7 @@ from torchdist_ref.errors import (
     add_note,
 )
 from torchdist_ref.groups.world import ProcessGroup
-from torchdist_ref.plain_data import NotPlainError, decode, encode
+from torchdist_ref.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
 
 _ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError, ArgumentTypeError)
 _LENGTH = struct.Struct("<Q")
@@ -96,7 +96,7 @@ def next_message(group: ProcessGroup, source: int, target: int) -> str:
     return next_exchange(group, f"message {source} to {target}")
 
 
-def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, count: int = 1) -> Payload:
+def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, weights_only: bool, count: int = 1) -> Payload:
     """Convert an object of this rank to a payload; the payload holds the error if that fails.
 
     Args:
@@ -104,14 +104,14 @@ def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, count: 
         operation: Name of the function, for errors.
         exchange: Text of `next_exchange` or `next_message`.
         value: The object.
+        weights_only: Whether to accept plain data only, also where ranks may pickle.
         count: Number of objects in it.
     """
     try:
-        return Payload(_dump(group, exchange, value), count=count)
+        return Payload(_dump(group, exchange, value, weights_only), count=count)
     except NotPlainError as cause:
-        error = PicklingError(
-            f"{not_plain(operation, group, cause)} No rank received anything, and the group remains usable."
-        )
+        reason = _not_weights(operation, group, cause) if group.pickles_objects else not_plain(operation, group, cause)
+        error = PicklingError(f"{reason} No rank received anything, and the group remains usable.")
     except Exception as cause:
         error = PicklingError(
             f"{operation}: rank {group.members[group.rank()]}'s object cannot be pickled ({type(cause).__name__}: "
@@ -122,42 +122,60 @@ def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, count: 
     return error_payload(error, count)
 
 
+def _not_weights(operation: str, group: ProcessGroup, cause: NotPlainError) -> str:
+    """Return the text of the error for an object of this rank that is no plain data, in a call with `weights_only`."""
+    return (
+        f"{operation}: Weights only load failed: rank {group.members[group.rank()]}'s object has {cause} in it, and "
+        f"with weights_only=True ranks exchange plain data only ({PLAIN_TYPES}; not their subclasses). Send such data, "
+        "or leave weights_only at False on all ranks, which then pickle."
+    )
+
+
 def error_payload(error: Exception, count: int = 1) -> Payload:
     """Return a payload that makes all ranks raise this rank's error."""
     return Payload(str(error).encode(), error, count)
 
 
 def unpack(
-    group: ProcessGroup, buffer: bytes | bytearray | memoryview, operation: str, exchange: str, source: int
+    group: ProcessGroup,
+    buffer: bytes | bytearray | memoryview,
+    operation: str,
+    exchange: str,
+    source: int,
+    weights_only: bool,
 ) -> Any:
     """Return the object of a payload of a group rank; padding is ignored. A failure names the sender.
 
     Raises:
         AuthenticationError: A process outside this job wrote the payload, or took it from another exchange.
         NotPlainError: The payload is no plain data, and the ranks are not authenticated.
+        PicklingError: The payload is no plain data, and `weights_only` allows nothing else.
     """
     try:
-        return _load(group, memoryview(buffer), operation, exchange, source)
+        return _load(group, memoryview(buffer), operation, exchange, source, weights_only)
     except Exception as error:
         rank = group.members[source]
         add_note(error, f"{operation}: the object arrived complete from rank {rank}, but cannot be unpickled here.")
         raise
 
 
-def _dump(group: ProcessGroup, exchange: str, value: Any) -> bytes:
+def _dump(group: ProcessGroup, exchange: str, value: Any, weights_only: bool) -> bytes:
     if not group.pickles_objects:
         return encode(value)
-    data = pickle.dumps(value)
+    data = encode(value) if weights_only else pickle.dumps(value)
     if not _needs_code(group):
         return data
     return object_code(group.store, exchange, group.rank(), data) + _LENGTH.pack(len(data)) + data
 
 
-def _load(group: ProcessGroup, buffer: memoryview, operation: str, exchange: str, source: int) -> Any:
+def _load(
+    group: ProcessGroup, buffer: memoryview, operation: str, exchange: str, source: int, weights_only: bool
+) -> Any:
     if not group.pickles_objects:
         return decode(buffer)
+    load = _load_weights if weights_only else pickle.loads
     if not _needs_code(group):
-        return pickle.loads(buffer)
+        return load(buffer)
     begin = CODE_BYTES + _LENGTH.size
     size = _LENGTH.unpack_from(buffer, CODE_BYTES)[0] if len(buffer) >= begin else 0
     data = buffer[begin : begin + size]
@@ -167,7 +185,17 @@ def _load(group: ProcessGroup, buffer: memoryview, operation: str, exchange: str
             f"call. Another process has connected to backend {group.backend.name!r}, whose connections are not "
             f"authenticated."
         )
-    return pickle.loads(data)
+    return load(data)
+
+
+def _load_weights(data: memoryview) -> Any:
+    """Return plain data that a rank sent with `weights_only`; anything else is not unpickled."""
+    try:
+        return decode(data)
+    except NotPlainError as error:
+        raise PicklingError(
+            f"Weights only load failed: the object is no plain data ({error}). Pass the same weights_only on all ranks."
+        ) from error
 
 
 def _needs_code(group: ProcessGroup) -> bool:

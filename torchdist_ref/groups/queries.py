@@ -1,4 +1,4 @@
-"""Queries that need no communication: ranks, group sizes, backend names, available backends, reduction properties.
+"""Queries without communication: ranks, group sizes, backends, reduction properties; and a group's time-out.
 
 Calls translate global ranks to group ranks by `world.ProcessGroup.group_rank`; the public queries are here. `Backend`
 spells backend names and registers third-party backends; the table of backends is `backends.registry`. A backend is
@@ -119,6 +119,90 @@ def get_backend_config(group: ProcessGroup | int | None = None) -> str:
         None in MPI, NCCL and JAX.
     """
     return registry.config_text(resolve_member(group, "get_backend_config").backend.name)
+
+
+def get_backend_impl(group: str | ProcessGroup | int | None = None, device: torch.device | None = None) -> Any:
+    """Return the object that runs a group's calls, with the methods that only its backend has. Since torch 2.14.
+
+    Its own methods are not part of this library's interface: they may change in any release.
+
+    Args:
+        group: Process group, or its `group_name`. Default: all ranks.
+        device: Device whose backend to return. Needed if the group has different ones, as with
+            ``"cpu:ref,cuda:nccl"``.
+
+    Returns:
+        For ``gloo``, ``nccl`` and backends registered with torch their object, such as
+        ``torch.distributed.ProcessGroupGloo``; else a `torchdist_ref.backends.base.Backend`.
+
+    Raises:
+        ArgumentError: This rank is not in the group, the group was destroyed, or it has several backends and no
+            device is given.
+        ArgumentTypeError: Not a device.
+        DistError: No group has the name.
+        UnsupportedError: The group has no backend for the device.
+        NotInitializedError: `init_process_group` was not called.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> run(lambda rank: type(dist.get_backend_impl()).__name__, 2)
+        ['Ref', 'Ref']
+
+    Elsewhere:
+        None in MPI and JAX; in NCCL a program has the ``ncclComm_t`` itself.
+    """
+    operation = "get_backend_impl"
+    found = _named(group) if isinstance(group, str) else resolve_member(group, operation)
+    if device is None:
+        return found.backend.implementation(None)
+    if not isinstance(device, torch.device):
+        raise ArgumentTypeError(explain(operation, "device", "a torch.device or None", device))
+    found.get_backend(device)
+    return found.backend.implementation(device.type)
+
+
+def _named(name: str) -> ProcessGroup:
+    for group in current().groups:
+        if group.group_name == name:
+            return group
+    raise DistError(
+        f"get_backend_impl: Could not resolve the process group registered under the name {name!r}{on_rank()}: this "
+        f"rank is in the groups {[group.group_name for group in current().groups]}."
+    )
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | int | None = None) -> None:
+    """Set the time-out of a group for all calls that begin from now on. Since torch 2.14.
+
+    It replaces the time-out that `init_process_group` or `new_group` was given, on every backend of the group. Each
+    rank sets its own: the ranks do not communicate. Calls in progress keep theirs, except for waits inside a call of
+    ``ref``. Backends that cannot change theirs (some of other packages) warn.
+
+    Args:
+        timeout: The time-out, more than zero.
+        group: Process group. Default: all ranks.
+
+    Raises:
+        ArgumentError: Not positive, this rank is not in the group, or the group was destroyed.
+        ArgumentTypeError: Not a timedelta.
+        NotInitializedError: `init_process_group` was not called.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     dist.set_timeout(timedelta(seconds=30))
+        ...     return dist.group.WORLD.timeout
+        >>> run(program, 2)
+        [30.0, 30.0]
+
+    Elsewhere:
+        None in MPI, whose calls wait without limit; none in NCCL, whose user calls ``ncclCommAbort`` after a time of
+        its choice; none in JAX after ``jax.distributed.initialize``.
+    """
+    resolve_member(group, "set_timeout").set_timeout(timeout)
 
 
 def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:

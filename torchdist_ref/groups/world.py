@@ -43,7 +43,7 @@ from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost
-from torchdist_ref.timeouts import GROUP_TIMEOUT
+from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
 
 default_pg_timeout = GROUP_TIMEOUT
 _LINGER_SECONDS = 0.05
@@ -133,6 +133,11 @@ class ProcessGroup(CallsFromTorch):
         """Put a `DestroyedBackend` in place of the backend, and return the backend, which the caller closes."""
         backend, self.backend = self.backend, DestroyedBackend(self.backend, self.group_desc)
         return backend
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of the calls that begin from now on: `torchdist_ref.set_timeout` on this group."""
+        super().set_timeout(timeout)
+        self.timeout = min(timeout, MAX_TIMEOUT).total_seconds()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank of the group has called this: `torchdist_ref.monitored_barrier` on this group.
@@ -452,7 +457,8 @@ def resolve_member(group: Any, operation: str, argument: str = "group") -> Proce
     """
     found = resolve(group, operation, argument)
     if found is None:
-        raise ArgumentError(explain(operation, argument, "a group that this rank is in", group))
+        hint = "Invalid process group specified: this rank is not in it."
+        raise ArgumentError(explain(operation, argument, "a group that this rank is in", group, hint=hint))
     refuse_destroyed(found, operation)
     return found
 

@@ -144,15 +144,25 @@ def describe(rank: int, failure: Any, host: str = "") -> str:
     """
     killed = failure.exitcode < 0
     ended = f"killed by {failure.signal_name()} ({failure.exitcode})" if killed else f"{failure.exitcode}"
+    text = _enriched(_traceback(failure.message), failure.error_file) if killed else _traceback(failure.message)
     rows = (
         ("time", failure.timestamp_isoformat()),
         ("host", host or socket.gethostname()),
         ("rank", f"{rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{ended} (pid: {failure.pid})"),
         ("error_file", failure.error_file),
-        ("traceback", _traceback(failure.message).replace("\n", "\n  ")),
+        ("traceback", text.replace("\n", "\n  ")),
     )
     return "\n".join(f"  {name:<10}: {value}" for name, value in rows)
+
+
+def _enriched(text: str, error_file: str) -> str:
+    """Return the text for a worker that a signal has killed, with what the error handler adds."""
+    try:
+        return get_error_handler().maybe_enrich_signal_failure_message(text, error_file)
+    except Exception:
+        logger.warning("the error handler cannot add to the message for a killed worker", exc_info=True)
+        return text
 
 
 def describe_remote(report: Mapping[str, Any]) -> str:
@@ -218,6 +228,34 @@ def _subclass(kind: Any, torchs: Any) -> Any:
 class ErrorHandler:
     """Writer of failure records. Subclass it to write more, and pass an instance to `record`."""
 
+    _fn_name: str | None = None
+
+    def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
+        """Set the name of the function that `record` decorates; it calls this before `initialize`. Since torch 2.15.
+
+        Args:
+            fn_name: Qualified name, which subclasses find in the attribute ``_fn_name``; None if it has none.
+        """
+        self._fn_name = fn_name
+
+    def record_success(self) -> None:
+        """Do nothing; `record` calls this when the function has returned. Since torch 2.15.
+
+        A subclass may report the success. Its exceptions are raised to the caller, and no failure is recorded.
+        """
+
+    def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
+        """Return the message for a worker that a signal has killed, unchanged. Since torch 2.15.
+
+        A subclass may add what it knows, such as a fault of a device; `get_error_handler` has to return it. Its
+        exceptions are logged, and the message stays as it was.
+
+        Args:
+            message: The message.
+            error_file: Path of the worker's failure record, which need not exist.
+        """
+        return message
+
     def initialize(self) -> None:
         """Prepare the process: print the stacks of all threads if it crashes."""
         try:
@@ -282,12 +320,16 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         2
     """
     handler = error_handler or get_error_handler()
+    # Handlers of torch before 2.15 have fewer methods.
+    is_told = hasattr(handler, "set_entrypoint_fn_name")
 
     @functools.wraps(fn)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        if is_told:
+            handler.set_entrypoint_fn_name(getattr(fn, "__qualname__", None))
         handler.initialize()
         try:
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
         except SystemExit as end:
             if end.code == 0:
                 return None
@@ -305,6 +347,9 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
             else:
                 handler.record_exception(error)
             raise
+        if is_told:
+            handler.record_success()
+        return result
 
     return wrapper
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 
 import torch
@@ -55,6 +55,7 @@ class ReducerOptions:
         gradient_as_view: Whether ``.grad`` is a view of the bucket.
         static_graph: Whether every iteration is promised to run the same graph.
         skip_unused: Whether buckets without a used parameter are not communicated.
+        lazy_buckets: Whether the buffers of buckets exist during backward only.
     """
 
     caps: Caps
@@ -62,6 +63,13 @@ class ReducerOptions:
     gradient_as_view: bool = False
     static_graph: bool = False
     skip_unused: bool = False
+    lazy_buckets: bool = False
+
+
+def completed(options: ReducerOptions) -> ReducerOptions:
+    """Return the options of a pickle, with the defaults of those that an earlier release did not have."""
+    known = (each.name for each in fields(options) if hasattr(options, each.name))
+    return ReducerOptions(**{name: getattr(options, name) for name in known})
 
 
 # Names of these classes in pickles of DistributedDataParallel from before they were renamed.

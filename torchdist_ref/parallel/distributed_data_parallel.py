@@ -103,6 +103,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Sizes in MiB of the first bucket, the second, and so on; the last holds for the rest.
         batched_grad_copy: Without effect: gradients are copied while they are in the cache.
         forward_sync_buffers: Like ``broadcast_buffers`` for forward passes, while construction always sends buffers.
+        lazy_bucket_allocation: Allocate each bucket with its first gradient and free it at the end of backward, so
+            that buckets and activations share memory. Since torch 2.15. Default False.
 
     Raises:
         MismatchError: Ranks hold different parameters; the message names them and the ranks.
@@ -145,6 +147,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -169,6 +172,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self._finalizes_manually = False
         self._hook_name: str | None = None
         self._buffer_hook: BufferHook | None = None
         self._options = bucketing.ReducerOptions(
@@ -177,6 +181,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             gradient_as_bucket_view,
             static_graph,
             skip_all_reduce_unused_params,
+            lazy_bucket_allocation,
         )
         if init_sync:
             self._synchronize(self.broadcast_buffers or forward_sync_buffers is not None)
@@ -199,6 +204,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _build(self) -> None:
         self.states = ModuleStates(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(self._entries, self.process_group, self._options)
+        self.reducer.finalizes_manually = self._finalizes_manually
         self._statistics = RuntimeStatistics()
         ddp = weakref.ref(self)
         self.reducer.on_times = lambda times: _log_times(ddp(), times)
@@ -224,6 +230,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if take_over_optimizers(entry.parameter for entry in self._entries):
                 self.register_comm_hook(weakref.ref(self), _apply_optim_in_backward_hook(self.gradient_as_bucket_view))
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.require_finalized()
             self.reducer.times = self._statistics.begin_iteration()
         joining = self._join_config.enable
         if joining:
@@ -288,6 +295,69 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    # ---- the end of backward
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` ends each backward pass, and not its own end. Since torch 2.15. Default False.
+
+        Gradients are then communicated as before, but nothing waits for them until the call: work that follows backward
+        overlaps with their communication. Set it before a forward pass.
+
+        Raises:
+            DistError: Set between a forward pass and the end of its backward pass, or all parameters are delayed ones.
+        """
+        return self._finalizes_manually
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        rank = groups.get_rank(self.process_group)
+        if required and self._delayed is not None and not self._entries:
+            raise DistError(
+                "DistributedDataParallel: Manual backward finalization is not supported when all DDP parameters use "
+                f"delay_all_reduce_named_params (on rank {rank}). Leave one parameter out of them."
+            )
+        if self.reducer.expects_backward:
+            raise DistError(
+                "DistributedDataParallel: require_manual_backward_finalization cannot be set after forward while a "
+                f"backward pass is expected or in progress (on rank {rank}). Set it before forward, or after backward "
+                "finalization."
+            )
+        self._finalizes_manually = self.reducer.finalizes_manually = bool(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` may be called only when backward has returned; ask after a forward pass.
+
+        It is so until buckets are in the order of gradients, with mixed precision, and with
+        ``find_unused_parameters``, where only the end of backward shows which gradients come. Else a hook may call it
+        during backward, once all gradients are ready. False without `require_manual_backward_finalization`. Since
+        torch 2.15.
+        """
+        return self._finalizes_manually and self.reducer.is_known_at_end_only
+
+    def finalize_backward(self) -> None:
+        """Wait for the gradients in communication, and write them to the parameters' ``.grad``. Since torch 2.15.
+
+        Call it once for each backward pass that communicates, if `require_manual_backward_finalization` is set.
+
+        Raises:
+            DistError: Manual finalization was not required, there is nothing to finalize, or gradients are pending.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+            ...     model.require_manual_backward_finalization = True
+            ...     model(torch.tensor([[1.0 + rank]])).sum().backward()
+            ...     model.finalize_backward()
+            ...     return model.module.weight.grad.item()
+            >>> run(program, 2)
+            [1.5, 1.5]
+        """
+        self.reducer.finalize_manually()
 
     # ---- hooks
 
@@ -408,7 +478,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy on the default group, without communication."""
         chosen = state["_delayed"]
-        nn.Module.__setstate__(self, state | {"_delayed": None})
+        # Pickles of earlier releases lack the second.
+        nn.Module.__setstate__(self, {"_finalizes_manually": False} | state | {"_delayed": None})
+        self._options = bucketing.completed(self._options)
         self.process_group = construction.choose_group(None, None)
         self._entries = construction.entries(self.module, self.parameters_to_ignore)
         self._hook_name = self._buffer_hook = None
@@ -507,6 +579,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Replace the reducer by one of the current group and options, with the registered hooks."""
         before, self.reducer = self.reducer, Reducer(self._entries, self.process_group, self._options)
         self.reducer.precision, self.reducer.at_the_end = before.precision, before.at_the_end
+        self.reducer.finalizes_manually = before.finalizes_manually
         former = before.exchange
         if isinstance(former, HookExchange):
             fold = not self._options.skip_unused

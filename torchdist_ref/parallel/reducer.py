@@ -150,6 +150,7 @@ class Reducer:
         in_place: Gradients that are averaged without a bucket.
         assignment: Indices of parameters, bucket by bucket.
         rebuilt: Whether the buckets are in the order of gradients.
+        finalizes_manually: Whether `finalize_manually` ends an iteration, and not the end of backward.
     """
 
     def __init__(self, entries: Sequence[ParameterEntry], group: Any, options: ReducerOptions) -> None:
@@ -183,6 +184,7 @@ class Reducer:
         self._nodes: list[Node | None] = [None] * len(entries)
         # Whether an exchange raised: then the next forward pass does not report missing gradients.
         self._armed = self._begun = self._failed = False
+        self.finalizes_manually = self._awaits_finalization = False
         in_place = self._can_average_in_place()
         limits = options.caps.initial
         self._initialize_buckets(bucketing.in_definition_order(self.parameters, limits, self.sparse), in_place)
@@ -206,6 +208,15 @@ class Reducer:
                 node.register_hook(_weak_hook(self, partial(Reducer._autograd_hook, index=index)))
 
     # ---- before forward
+
+    def require_finalized(self) -> None:
+        """Raise if the caller has not finalized the last backward pass, which waits for it."""
+        if self._awaits_finalization and not self._failed:
+            raise DistError(
+                "DistributedDataParallel: Expected to have finalized the prior backward pass before starting a new one "
+                f"(on rank {groups.get_rank(self.group)}). Call finalize_backward() after backward() when "
+                "require_manual_backward_finalization is True."
+            )
 
     def rebuild_buckets(self) -> bool:
         """Build buckets in rank 0's order of gradients; once, after an iteration in which all gradients were ready."""
@@ -252,7 +263,7 @@ class Reducer:
         self._hooks_left = self._hook_counts.copy()
         self._pending = len(self.entries)
         self._next_bucket = 0
-        self._begun = self._failed = False
+        self._begun = self._failed = self._awaits_finalization = False
         self._ready_order.clear()
         for bucket in self.buckets:
             bucket.reset()
@@ -374,7 +385,10 @@ class Reducer:
             self._ready_order.append(index)
         self._pending -= 1
         if not (self._pending or self._usage_is_open):
-            autograd.queue_callback(self.finalize_backward)
+            if self.finalizes_manually:
+                self._awaits_finalization = True
+            else:
+                autograd.queue_callback(self.finalize_backward)
 
     def _launch_ready_buckets(self) -> None:
         """Launch every bucket without pending gradients whose predecessors are launched."""
@@ -407,13 +421,53 @@ class Reducer:
             for index, left in enumerate(self._hooks_left):
                 if left > 0:
                     self.mark_variable_ready(index)
-            self.finalize_backward()
+            if self.finalizes_manually:
+                self._awaits_finalization = True
+            else:
+                self.finalize_backward()
 
     def _record_static_graph(self) -> None:
         """Record how often autograd runs each hook in the first iteration of a static graph."""
         self._hook_counts = [1 - left for left in self._hooks_left]
         self._unused = [index for index, count in enumerate(self._hook_counts) if not count]
         self._hooks_left = [1] * len(self.entries)
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a forward pass awaits its backward pass, or that its finalization."""
+        return self._armed
+
+    @property
+    def is_known_at_end_only(self) -> bool:
+        """Whether only the end of the next backward pass shows that all gradients are ready."""
+        will_rebuild = not (self.rebuilt or self.dynamic_graph_find_unused)
+        return will_rebuild or self._usage_is_open or self.precision is not None
+
+    def finalize_manually(self) -> None:
+        """Finalize a backward pass whose gradients are ready, for callers that have chosen to do so.
+
+        Raises:
+            DistError: It was not chosen, nothing is to be finalized, or gradients are pending.
+        """
+        if not self.finalizes_manually:
+            fault = (
+                "manual backward finalization is not required. Set require_manual_backward_finalization to True before "
+                "the forward pass"
+            )
+        elif not (self._armed and self._begun):
+            fault = (
+                "no gradient reduction requires finalization: no_sync() was active, backward has not begun, or "
+                "finalize_backward() was called before"
+            )
+        elif not self._awaits_finalization:
+            fault = "not all gradient buckets are ready. Call it after backward, or later in it"
+        else:
+            with self._lock:
+                self.finalize_backward()
+            return
+        raise DistError(
+            f"DistributedDataParallel: finalize_backward() called but {fault} (on rank {groups.get_rank(self.group)})."
+        )
 
     def finalize_backward(self) -> None:
         """Wait for the buckets in order, and copy the results to the parameters."""
@@ -474,7 +528,9 @@ class Reducer:
             self._ready_order = []
             self._static_graph_first_iteration = False
             self._usage_is_open = self.dynamic_graph_find_unused
-        self._armed = self._begun = self._failed = False
+        for bucket in self.buckets:
+            bucket.release()
+        self._armed = self._begun = self._failed = self._awaits_finalization = False
         self._used_locally = bytearray(len(self.entries))
 
     # ---- for a rank without inputs

@@ -60,6 +60,10 @@ class CommunicationBuffers:
         """Return the buffer of a dtype as one view per parameter."""
         return self._get(dtype)[1]
 
+    def release(self) -> None:
+        """Free the buffers; those that others refer to live on."""
+        self._allocated.clear()
+
     def _get(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
         found = self._allocated.get(dtype)
         if found is None:
@@ -78,6 +82,7 @@ class DenseBucket:
         is_last: Whether this is the last bucket of the iteration.
         gradient_as_view: Whether ``.grad`` of the parameters is a view of the buffer.
         group: Group that communicates it; on the CPU the buffer is registered with it.
+        lazy: Whether the buffer is allocated with the first gradient of an iteration, and freed at its end.
 
     Attributes:
         pending: Number of members whose gradients are not ready.
@@ -95,6 +100,7 @@ class DenseBucket:
         is_last: bool,
         gradient_as_view: bool,
         group: Any,
+        lazy: bool = False,
     ) -> None:
         self.index = index
         self.members = members
@@ -102,23 +108,41 @@ class DenseBucket:
         self.is_last = is_last
         self.gradient_as_view = gradient_as_view
         # Complex gradients are communicated as real numbers: a hook that rounds would lose their imaginary parts.
-        dtype = parameters[0].dtype.to_real()
-        self._complex = dtype is not parameters[0].dtype
+        self._dtype = parameters[0].dtype.to_real()
+        self._complex = self._dtype is not parameters[0].dtype
         self.length = sum(parameter.numel() for parameter in parameters) * (2 if self._complex else 1)
         self.wire_buffers = CommunicationBuffers(parameters, self.length, group)
         # Never written where gradients have a wire dtype, so the system provides no memory for it then.
-        self.buffer = _allocate(self.length, parameters[0], group, dtype)
-        self.views = split(self.buffer, parameters)
-        on_cpu = self.buffer.device.type == "cpu"
+        self._own = CommunicationBuffers(parameters, self.length, group)
+        self._lazy = lazy
+        if not lazy:
+            self._own.flat(self._dtype)
+        on_cpu = parameters[0].device.type == "cpu"
         self._small = [on_cpu and parameter.numel() <= SMALL_GRADIENT_ELEMENTS for parameter in parameters]
         self._postponed: list[tuple[int, torch.Tensor]] = []
         self.reset()
         self.set_packing()
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Packed gradients, flat; allocated now if they are not."""
+        return self._own.flat(self._dtype)
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The buffer as one view per parameter."""
+        return self._own.views(self._dtype)
+
     def reset(self) -> None:
         """Make every gradient pending again."""
         self.pending = len(self.members)
         self.launched: Any = None
+
+    def release(self) -> None:
+        """Free the buffers at the end of an iteration, if they are allocated anew in each."""
+        if self._lazy:
+            self._own.release()
+            self.wire_buffers.release()
 
     def set_packing(self, scale: float = 1.0, wire_dtype: torch.dtype | None = None) -> None:
         """Set scale and dtype for packing; call before the first gradient of an iteration.
@@ -128,31 +152,35 @@ class DenseBucket:
             wire_dtype: Dtype in which they are packed and then multiplied. They stay in the buffer, neither rounded nor
                 multiplied, if ``.grad`` is a view of it, has that dtype or is complex. Default None: their own.
         """
-        unrounded = self.gradient_as_view or self._complex or wire_dtype is self.buffer.dtype
+        unrounded = self.gradient_as_view or self._complex or wire_dtype is self._dtype
         self.wire_dtype = None if unrounded else wire_dtype
         self.scale = scale if self.wire_dtype is wire_dtype else 1.0
-        self._targets = self.views if self.wire_dtype is None else self.wire_buffers.views(self.wire_dtype)
         # A Python number would become a tensor for each gradient, which costs more than to multiply a small one.
-        self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=_exact(self.buffer.dtype))
+        self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=_exact(self._dtype))
         self._postponed.clear()
+
+    @property
+    def _targets(self) -> list[torch.Tensor]:
+        """Buffer that gradients are packed into, as one view per parameter."""
+        return self.views if self.wire_dtype is None else self.wire_buffers.views(self.wire_dtype)
 
     def copy_in(self, slot: int) -> None:
         """Pack the gradient of one parameter; zeros if it has none.
 
         Small gradients are postponed until the bucket is launched: one call costs more than their copies.
         """
-        gradient = self.parameters[slot].grad
+        gradient, target = self.parameters[slot].grad, self._targets[slot]
         if gradient is None:
-            self._targets[slot].zero_()
+            target.zero_()
             return
-        if gradient is self._targets[slot] and self._factor is None:
+        if gradient is target and self._factor is None:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
         if self._small[slot]:
             self._postponed.append((slot, gradient))
             return
-        self._pack(self._targets[slot], gradient)
+        self._pack(target, gradient)
         if self.gradient_as_view:
             self._replace_by_view(slot, gradient)
 
@@ -169,7 +197,8 @@ class DenseBucket:
         """Copy the gradients that were postponed, all at once."""
         if not self._postponed:
             return
-        views = [self._targets[slot] for slot, _ in self._postponed]
+        targets = self._targets
+        views = [targets[slot] for slot, _ in self._postponed]
         copy_many(views, [gradient for _, gradient in self._postponed])
         if self._factor is not None:
             scale_many(views, self._factor)
@@ -248,8 +277,10 @@ class DenseBucket:
 
     def adopt_gradients(self) -> None:
         """Move existing gradients into the buffer, if they have to be views of it."""
+        if not self.gradient_as_view or self._lazy:
+            return
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if self.gradient_as_view and parameter.grad is not None and parameter.dtype == view.dtype:
+            if parameter.grad is not None and parameter.dtype == view.dtype:
                 view.copy_(parameter.grad)
                 parameter.grad = view
 
@@ -292,6 +323,9 @@ class SparseBucket:
         self.pending = 1
         self.launched: Any = None
         self._zeros = False
+
+    def release(self) -> None:
+        """See `DenseBucket.release`: there is no buffer."""
 
     def set_packing(self, scale: float = 1.0, wire_dtype: torch.dtype | None = None) -> None:
         """Ignore scale and dtype: gradients are neither divided nor rounded here."""
@@ -469,6 +503,6 @@ def _build(
     if entries[members[0]].sparse:
         return SparseBucket(index, members[0], entries[members[0]], is_last)
     parameters = [entries[member].parameter for member in members]
-    bucket = DenseBucket(index, members, parameters, is_last, options.gradient_as_view, group)
+    bucket = DenseBucket(index, members, parameters, is_last, options.gradient_as_view, group, options.lazy_buckets)
     bucket.adopt_gradients()
     return bucket

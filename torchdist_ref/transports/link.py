@@ -86,9 +86,11 @@ class Link:
         liveness: Detector of ended processes.
         broken: Error that ended the group; None while it is usable.
         leaving: Whether this rank is destroying the group, which ends its waits.
+        on_timeout: Function that gets each new time-out, if the segment waits by itself; else None.
     """
 
     hosts: tuple[int, ...] | None = None
+    on_timeout: Callable[[float], None] | None = None
 
     def __init__(
         self, segment: Segment, layout: SegmentLayout, rank: int, members: Sequence[int], name: str, timeout: float
@@ -113,6 +115,12 @@ class Link:
         self._joining: set[int] = set()
         self._has_logged_wait = False
         self._watch: MemberWatch | None = None
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the longest duration of the waits that begin from now on, in seconds."""
+        self.timeout = seconds
+        if self.on_timeout is not None:
+            self.on_timeout(seconds)
 
     def write(self, offset: int, values: Tensor) -> None:
         """Copy contiguous values to an offset of this rank's ring buffer."""

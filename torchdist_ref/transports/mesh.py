@@ -51,7 +51,7 @@ class ConnectionMesh:
         self.connections: dict[int, MeshConnection] = {}
         self._addresses: dict[int, str] = {}
         self.disconnected: set[int] = set()
-        self._timeout = timeout
+        self.timeout = timeout
         self.counts: defaultdict[tuple[str, int], int] = defaultdict(int)
         self.ring_doorbell: Callable[[], Any] = lambda: None
         self._poll = select.poll()
@@ -140,7 +140,7 @@ class ConnectionMesh:
                 # After an interruption in the middle of a frame, nothing that follows would be understood.
                 return
             resumes = connection.rest != b""
-            deadline = monotonic() + (min(self._timeout, _RESUME_SECONDS) if resumes else self._timeout)
+            deadline = monotonic() + (min(self.timeout, _RESUME_SECONDS) if resumes else self.timeout)
             try:
                 connection.send(parts, lambda: self._wait_writable(peer, deadline))
             except OSError:
@@ -155,7 +155,7 @@ class ConnectionMesh:
     def _wait_writable(self, peer: int, deadline: float) -> None:
         if monotonic() > deadline:
             raise RankStalledError(
-                f"rank {peer} has not read for {self._timeout:g} s what rank {self.rank} sends. Inspect that rank, or "
+                f"rank {peer} has not read for {self.timeout:g} s what rank {self.rank} sends. Inspect that rank, or "
                 f"pass a longer timeout to init_process_group or new_group."
             )
         self.progress(0.0)

@@ -61,6 +61,10 @@ class ReplicatedSegment:
         self.mesh = ConnectionMesh(rank, layout, self.bytes_of, timeout)
         self._rank = rank
 
+    def set_timeout(self, seconds: float) -> None:
+        """Set the seconds for which a peer may leave sent bytes unread."""
+        self.mesh.timeout = seconds
+
     def buffer_of(self, rank: int) -> Any:
         """See `Segment.buffer_of`."""
         return (self._common if rank in self._local else self._copies).buffer_of(rank)
@@ -151,6 +155,7 @@ def connect(
         remote = [r for r in range(len(members)) if r not in local]
         _connect_mesh(store, segment.mesh, rank, remote, timeout, watch)
         link = Link(segment, layout, rank, members, name, timeout)
+        link.on_timeout = segment.set_timeout
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
         shared_memory.announce_process(link)
         link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh, link.rows)

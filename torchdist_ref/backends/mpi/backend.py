@@ -11,6 +11,7 @@ no error for dead ranks: ``mpiexec`` ends the others. Do not add algorithms: the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -265,6 +266,10 @@ class Mpi(Backend):
             split_into(row, outputs)
 
         return finish
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`."""
+        self._membership = replace(self._membership, timeout=seconds)
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -120,9 +120,7 @@ class Ref(Backend):
         self._in_memory: dict[int, int] = {}
         # No method of this object, which would keep it alive in a cycle.
         self._check_memory = partial(_check_memory, self._in_memory)
-        self._messages = Messages(
-            self.link, m.timeout, self.recorder, self._make_work, self._in_memory, self._check_memory
-        )
+        self._messages = Messages(self.link, self.recorder, self._make_work, self._in_memory, self._check_memory)
         self._submitters: dict[type[Call], Callable[..., Work]] = {
             Send: self._messages.send,
             Recv: self._messages.receive,
@@ -302,6 +300,10 @@ class Ref(Backend):
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
         return registered_memory.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`."""
+        self.link.set_timeout(seconds)
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.failure`."""

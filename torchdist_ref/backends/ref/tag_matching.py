@@ -414,7 +414,6 @@ class Messages:
 
     Args:
         link: This rank's end of the group.
-        timeout: Seconds that a receive waits at most.
         recorder: The last calls of this group on this rank.
         make_work: Makes the Work of a call (operation, outputs, number).
         in_memory: Sizes in bytes of tensors that were found in memory, by address.
@@ -424,14 +423,13 @@ class Messages:
     def __init__(
         self,
         link: Link,
-        timeout: float,
         recorder: Recorder,
         make_work: WorkFactory,
         in_memory: Mapping[int, int],
         check_memory: Callable[[Call, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
         self._in_memory, self._check_memory = in_memory, check_memory
-        self._link, self._rank, self._timeout = link, link.rank, timeout
+        self._link, self._rank = link, link.rank
         self._recorder, self._make_work = recorder, make_work
         self._sender, self._receiver = Sender(link), Receiver(link)
         # Results of receives that are over when they return, by source, which a Work carries.
@@ -484,7 +482,7 @@ class Messages:
                 work.source = self._timed(entry, call, self._finish, receive, tensor)
 
         complete = partial(self._completions.put, lambda: settle(work, finish))
-        receive = PostedReceive(call, buffer, monotonic() + self._timeout, complete)
+        receive = PostedReceive(call, buffer, monotonic() + self._link.timeout, complete)
         try:
             # Before a message can come.
             self._completions.start()
@@ -522,7 +520,7 @@ class Messages:
         """Receive on this thread, and return the completed `Work`."""
         if buffer is tensor and self._receiver.take_at_once(record, call, tensor):
             return self._received[call.src]
-        receive = PostedReceive(call, buffer, monotonic() + self._timeout)
+        receive = PostedReceive(call, buffer, monotonic() + self._link.timeout)
         self._receiver.post(receive)
         if call.src == self._rank:
             self._receiver.refuse_unsent(receive)

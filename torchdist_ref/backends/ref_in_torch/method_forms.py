@@ -16,6 +16,7 @@ would pass that to a backend of C++. Do not add checks of shapes, dtypes or memo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import wraps
 from itertools import repeat
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from torchdist_ref.backends.base import RowBlocks, outside_transforms, unwrapped
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank
+from torchdist_ref.timeouts import from_torch
 
 # Attributes of torch's options by the name of the argument, and their types in words.
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
@@ -49,6 +51,21 @@ def device_type(method: str, value: Any) -> str:
     except (TypeError, RuntimeError):
         expected = "a torch.device, or the name of one"
         raise ArgumentTypeError(explain(f"ProcessGroup.{method}", "device", expected, value)) from None
+
+
+def seconds_of_timeout(method: str, timeout: Any) -> float:
+    """Return a time-out in seconds.
+
+    Raises:
+        ArgumentTypeError: Not a timedelta.
+        BackendArgumentError: Not positive.
+    """
+    if not isinstance(timeout, timedelta):
+        expected = "Expected timeout argument to be of type datetime.timedelta"
+        raise ArgumentTypeError(f"{method}: {expected}, got {timeout!r}{on_rank()}.")
+    if (limited := from_torch(timeout)) <= timedelta(0):
+        raise BackendArgumentError(explain(method, "timeout", "more than zero", timeout))
+    return limited.total_seconds()
 
 
 class Operand:

@@ -21,8 +21,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet, finalize
 
 import torch
@@ -45,7 +46,13 @@ from torchdist_ref.backends.base import (
     without_overlap,
 )
 from torchdist_ref.backends.reductions import start_sum
-from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms, check_type, device_type
+from torchdist_ref.backends.ref_in_torch.method_forms import (
+    Operand,
+    both_forms,
+    check_type,
+    device_type,
+    seconds_of_timeout,
+)
 from torchdist_ref.backends.ref_in_torch.work import (
     HandedWork,
     RefWork,
@@ -74,7 +81,15 @@ from torchdist_ref.calls import (
     checked_tag,
 )
 from torchdist_ref.debug.flight_recorder import answer_requests
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, adopt_torch, explain, message_of
+from torchdist_ref.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    UnsupportedError,
+    adopt_torch,
+    explain,
+    message_of,
+    on_rank,
+)
 from torchdist_ref.living_objects import LivingObjects
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import may_unpickle
@@ -217,6 +232,25 @@ class CallsFromTorch(c10d.ProcessGroup):
         super()._set_default_backend(backend_type)
 
     supports_splitting = supports_coalescing = property(lambda self: False)
+    # Experiments of torch 2.15 that no backend here has: torch's functions ask before they use them.
+    supports_reconfigure = supports_window = supports_completion_hooks = property(lambda self: False)
+
+    def new_window(self, tensor: Tensor | None = None) -> NoReturn:
+        """Raise UnsupportedError: no backend has one-sided windows."""
+        self._lacks("new_window", "send and recv, or a collective")
+
+    def get_reconfigure_handle(self) -> NoReturn:
+        """Raise UnsupportedError: no backend can be reconfigured."""
+        self._lacks("get_reconfigure_handle", "shrink_group, or new_group on the remaining ranks")
+
+    def reconfigure(self, opts: Any) -> NoReturn:
+        """Raise UnsupportedError: no backend can be reconfigured."""
+        self._lacks("reconfigure", "shrink_group, or new_group on the remaining ranks")
+
+    def _lacks(self, method: str, instead: str) -> NoReturn:
+        raise UnsupportedError(
+            f"ProcessGroup.{method}: backend {self.backend.name!r} does not support {method}{on_rank()}. Use {instead}."
+        )
 
     def _backend_names(self) -> Mapping[str, str]:
         """Return the name of the backend for each device type; here one, for the CPU."""
@@ -237,6 +271,20 @@ class CallsFromTorch(c10d.ProcessGroup):
                 f"Name a backend for each device: init_process_group('cpu:gloo,cuda:nccl')."
             )
         return self
+
+    get_backend = _get_backend
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of the calls that begin from now on, on every backend of the group.
+
+        Args:
+            timeout: The time-out, more than zero.
+
+        Raises:
+            ArgumentTypeError: Not a timedelta.
+            BackendArgumentError: Not positive.
+        """
+        self.backend.set_timeout(seconds_of_timeout("set_timeout", timeout))
 
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Raise if the group does not support a tensor; by default the check is the backend's."""
@@ -419,6 +467,17 @@ class CallsFromTorch(c10d.ProcessGroup):
         if outputs:
             self._check_blocks("gather", "output_lists", outputs, tensor)
         return self._submit(opts, (call, (tensor,), outputs))
+
+    @both_forms(options.GatherOptions, "root timeout", Operand("output", 0), Operand("input", 0))
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> RefWork:
+        """Start torch's `gather_single`; the output counts on the root only."""
+        call = Gather(self._root("gather_single", opts))
+        outputs = self._row_blocks("gather_single", "output", output) if call.root == self.rank() else ()
+        if outputs:
+            self._check_blocks("gather_single", "output", outputs, input)
+        return self._submit(opts, (call, (input,), outputs))
+
+    gather_into_tensor = gather_single
 
     @both_forms(
         options.ScatterOptions,

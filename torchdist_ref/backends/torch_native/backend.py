@@ -351,6 +351,18 @@ class TorchBackend(Backend):
         """Return the tensors of a message as the backend accepts them."""
         return tensors
 
+    def implementation(self, device_type: str | None) -> Any:
+        """See `Backend.implementation`: torch's object."""
+        return self._backend
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Backend.set_timeout`."""
+        try:
+            self._backend.set_timeout(timedelta(seconds=seconds))
+        except (AttributeError, RuntimeError):
+            # A backend of another package, or of an older torch.
+            super().set_timeout(seconds)
+
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.failure`."""
         return self._failures.known(ranks, f"{description} {self._location()}")
