@@ -57,6 +57,31 @@ assert poll.poll(30_000), "rank 0 ends at once"
 sys.exit(3)
 """
 
+# Rank 0 fails because of rank 1 and ends while rank 1 prints its traceback.
+PRINTS_LAST = """
+import os, select, sys
+from pathlib import Path
+from torchdist_ref import failure_record
+
+record = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+fifo = str(record.parents[1] / "pid")
+try:
+    os.mkfifo(fifo)
+except FileExistsError:
+    pass
+if os.environ["RANK"] == "0":
+    Path(fifo).write_text(str(os.getpid()))
+    while not (record.parents[1] / "1" / record.name).exists():
+        select.select([], [], [], 0.001)
+    sys.exit(3)
+other = os.pidfd_open(int(Path(fifo).read_text()))
+sys.stderr.write("Traceback\\n")
+failure_record.write(ValueError("boom"))
+assert select.select([other], [], [], 30)[0], "rank 0 ends"
+sys.stderr.write("ValueError: boom\\n")
+sys.exit(1)
+"""
+
 
 def recorded(path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> failure_record.FailureRecord | None:
     monkeypatch.setenv(failure_record.ERROR_FILE, str(path))
@@ -154,7 +179,7 @@ def launch(
 
 def test_launcher_and_survivors_name_the_rank_that_failed_first(python_with_torch: str, tmp_path: Path) -> None:
     result, named = launch(SCRIPT, 3, tmp_path, python_with_torch)
-    assert "failed with ValueError: the data of rank 1 are missing" in named
+    assert named.endswith("exited with code 1: ValueError: the data of rank 1 are missing")
     quoted = "its program ended with ValueError: the data of rank 1 are missing"
     survivors = [line for line in result.stderr.splitlines() if "GroupAbortedError: call" in line]
     assert len(survivors) == 2 and all(quoted in line for line in survivors)
@@ -165,6 +190,12 @@ def test_a_rank_that_exits_later_than_the_ranks_that_it_made_fail_is_named(tmp_p
     result, named = launch(EXIT_LAST, 2, tmp_path)
     assert named.endswith(" exited with code 3")
     assert result.returncode == 3
+
+
+def test_the_traceback_of_the_rank_that_failed_first_precedes_the_launchers_line(tmp_path: Path) -> None:
+    """Once that line was written as soon as a rank ended because of it, in the middle of the traceback."""
+    result, named = launch(PRINTS_LAST, 2, tmp_path)
+    assert result.stderr.startswith(f"Traceback\nValueError: boom\n{named}\n") and "exited with code 1" in named
 
 
 def test_a_process_that_answers_no_request_any_more_leaves_no_mark(

@@ -141,6 +141,86 @@ def test_prefix_of_each_line(launch: Launch) -> None:
     assert sorted(result.stderr.splitlines()) == ["[rank 0] error", "[rank 1] error"]
 
 
+def test_lines_are_whole_beside_another_writer_of_the_pipe(launch: Launch, tmp_path: Path) -> None:
+    """Once the launcher wrote pieces of 4 KiB, between which another process could write to the same pipe."""
+    (tmp_path / "script.py").write_text(RANK + "os.write(1, b''.join(b'%d %d\\n' % (rank, i**3) for i in range(6000)))")
+    # Each read of a pipe in packet mode returns what one write has written.
+    reader, writer = os.pipe2(os.O_DIRECT)
+    arguments = command("--nproc-per-node", "2", "script.py")
+    with subprocess.Popen(arguments, cwd=tmp_path, env=environment(), stdout=writer):
+        os.close(writer)
+        with open(reader, "rb", 0) as pipe:
+            packets = list(iter(lambda: pipe.read(1 << 16), b""))
+    assert all(packet.endswith(b"\n") for packet in packets)
+    for rank in (0, 1):
+        mine = [line for line in b"".join(packets).splitlines() if line.startswith(b"%d " % rank)]
+        assert mine == [b"%d %d" % (rank, i**3) for i in range(6000)]
+
+
+def test_a_line_of_a_megabyte_is_whole(launch: Launch) -> None:
+    """Once a line was cut after 64 KiB."""
+    result = launch(
+        RANK + "print(' '.join(f'{rank}{i**2}' for i in range(100_000)))", "--nproc-per-node", "2", "--prefix"
+    )
+    lines = [f"[rank {rank}] " + " ".join(f"{rank}{i**2}" for i in range(100_000)) for rank in (0, 1)]
+    assert sorted(result.stdout.splitlines()) == lines
+
+
+def test_a_terminal_that_does_not_block_loses_no_output(tmp_path: Path) -> None:
+    """Once the first write that did not fit ended the output of all ranks."""
+    (tmp_path / "script.py").write_text("print(*(i**3 for i in range(20_000)), sep='\\n')")
+    ours, theirs = os.openpty()
+    os.set_blocking(theirs, False)
+    with subprocess.Popen(
+        command("script.py"), cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=theirs
+    ) as launcher:
+        os.close(theirs)
+        held, shown = array.array("i", [0]), b""
+        while not held[0]:
+            fcntl.ioctl(ours, termios.FIONREAD, held)
+        # The other end reports an error once it is closed and empty.
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 1 << 16):
+                shown += data
+        assert launcher.wait(20) == 0
+    os.close(ours)
+    assert shown.decode().split() == [str(i**3) for i in range(20_000)]
+
+
+# Run it with the name of a constant of the supervisor, its value, and the launcher's arguments.
+WITH_A_CONSTANT = """
+import sys
+from torchdist_ref.launch import main
+from torchdist_ref.launcher import supervisor
+
+setattr(supervisor, sys.argv[1], float(sys.argv[2]))
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def test_an_unfinished_line_is_shown_though_a_process_holds_the_pipe(tmp_path: Path) -> None:
+    """Once it was dropped with the pipe of a daemon, two seconds after the end of the ranks."""
+    (tmp_path / "script.py").write_text(
+        "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)\nprint('no end', end='')"
+    )
+    arguments = [sys.executable, "-c", WITH_A_CONSTANT, "_DRAIN_SECONDS", "0.05", "script.py"]
+    result = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.returncode) == ("no end\n", 0), result.stderr
+
+
+def test_a_signal_loses_no_output_that_a_slow_reader_has_not_read(tmp_path: Path) -> None:
+    """Once what the launcher could not write when a signal arrived was lost, from the middle of a line on."""
+    (tmp_path / "script.py").write_text("i = 0\nwhile True:\n  print(i**2)\n  i += 1\n")
+    arguments = [sys.executable, "-c", WITH_A_CONSTANT, "_READER_SECONDS", "60", "script.py"]
+    with subprocess.Popen(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE) as launcher:
+        wait_until_full(launcher)
+        launcher.terminate()
+        lines = launcher.communicate(timeout=30)[0].decode().split("\n")
+        assert launcher.returncode == 128 + signal.SIGTERM
+    # The last line is that at which the rank ended.
+    assert len(lines) > 1000 and lines[:-2] == [str(i**2) for i in range(len(lines) - 2)]
+
+
 def test_rank_0_reads_the_launchers_input(launch: Launch) -> None:
     result = launch(RANK + "print(rank, repr(sys.stdin.read()))", "--nproc-per-node", "2", feed="words")
     assert sorted(result.stdout.splitlines()) == ["0 'words'", "1 ''"]
@@ -161,6 +241,36 @@ def test_the_first_failure_is_reported_and_stops_all_ranks(launch: Launch, end: 
     ]
     assert report.endswith(f") {words}; stopping ranks 0, 2")
     assert result.returncode == code
+
+
+WITH_THE_END_OF_A_CHILD_UNREAD = """
+import signal, sys
+from torchdist_ref.launch import main
+from torchdist_ref.launcher.supervisor import Interrupts
+
+begin = Interrupts.__init__
+
+
+def begin_with_one(self, *arguments, **options):
+    begin(self, *arguments, **options)
+    signal.raise_signal(signal.SIGCHLD)
+
+
+Interrupts.__init__ = begin_with_one
+Interrupts.received = lambda self: b""
+sys.exit(main(["script.py"]))
+"""
+
+
+def test_the_traceback_of_a_rank_precedes_the_launchers_line(tmp_path: Path) -> None:
+    """Once the signal of the rank's own end kept the launcher from reading its last lines, in 140 of 1,000 runs."""
+    (tmp_path / "script.py").write_text("raise ValueError('boom')")
+    command = [sys.executable, "-c", WITH_THE_END_OF_A_CHILD_UNREAD]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    head, _, rest = done.stderr.partition("torchdist_ref.launch: ")
+    assert (
+        head.startswith("Traceback") and head.endswith("\nValueError: boom\n") and rest.startswith("rank 0 (process ")
+    )
 
 
 def test_the_report_has_no_path_of_a_record_that_is_gone(launch: Launch, tmp_path: Path) -> None:

@@ -33,6 +33,16 @@ if os.environ["RANK"] == "1":
     print("the debugger has set", value)
 """
 
+PROMPT = """
+import os, select
+if os.environ["RANK"] == "1":
+    print("the name is", input("name? "), flush=True)
+else:
+    while not os.path.exists("asked"):
+        select.select([], [], [], 0.001)
+    print("loss 0.5", flush=True)
+"""
+
 
 def read_until(terminal: int, text: str, times: int) -> str:
     """Return the terminal's output up to the given number of occurrences of a text. A stopped rank prints nothing."""
@@ -84,6 +94,23 @@ def test_a_debugger_stops_any_rank_at_a_terminal(tmp_path: Path) -> None:
         read_until(ours, "(Pdb) ", 1)
         os.write(ours, b"value = 17 * 17\nc\n")
         read_until(ours, "the debugger has set 289", 1)
+        assert launcher.wait(20) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+        os.close(ours)
+
+
+def test_another_rank_does_not_write_into_a_prompt(tmp_path: Path) -> None:
+    """Once the terminal showed "name? loss 0.5". The prompt is shown anew after the line of the other rank."""
+    (tmp_path / "script.py").write_text(PROMPT)
+    launcher, ours = launch_in_a_terminal(tmp_path)
+    try:
+        assert read_until(ours, "name? ", 1) == "name? "
+        (tmp_path / "asked").touch()
+        assert read_until(ours, "name? ", 1) == "\r\nloss 0.5\r\nname? "
+        os.write(ours, b"x\n")
+        read_until(ours, "the name is x\r\n", 1)
         assert launcher.wait(20) == 0
     finally:
         launcher.kill()

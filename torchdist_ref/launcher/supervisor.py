@@ -47,29 +47,38 @@ _PIPE_READS = 4
 
 
 class OutputInterrupted(Exception):
-    """A signal or a request to stop arrived while the launcher wrote output."""
+    """The job is to end, and nobody reads the output of its workers."""
 
 
 class _WatchedSink:
     """Sink that calls a function before each write, and writes no more than a pipe takes that takes anything.
 
+    It writes whole lines as far as they fit, which a pipe takes at once: another process that writes to the same pipe
+    does not write into a line.
+
     Args:
-        stream: Destination.
-        before_write: Function that gets the stream.
+        stream: Destination, which has a descriptor.
+        before_write: Function that gets the descriptor.
     """
 
-    def __init__(self, stream: TextIO, before_write: Callable[[TextIO], None]) -> None:
-        self._stream, self._sink, self._before_write = stream, binary_sink(stream), before_write
+    def __init__(self, stream: TextIO, before_write: Callable[[int], None]) -> None:
+        self._stream, self._before_write = stream, before_write
 
     def write(self, data: bytes) -> None:
-        """Write bytes and flush them."""
-        for start in range(0, len(data), select.PIPE_BUF):
-            self._before_write(self._stream)
-            self._sink.write(data[start : start + select.PIPE_BUF])
-            self._sink.flush()
+        """Write bytes, after what this process has written to the stream."""
+        start = 0
+        while start < len(data):
+            end = start + select.PIPE_BUF
+            if end < len(data):
+                end = data.rfind(b"\n", start, end) + 1 or end
+            self._before_write(self.fileno())
+            # A descriptor that does not block may take a part, or nothing.
+            with contextlib.suppress(BlockingIOError):
+                self._stream.flush()
+                start += os.write(self.fileno(), data[start:end])
 
     def flush(self) -> None:
-        """Do nothing: all is flushed."""
+        """Do nothing: all is written."""
 
     def fileno(self) -> int:
         """Return the descriptor of the destination."""
@@ -90,7 +99,7 @@ class Interrupts:
     """
 
     def __init__(self, signals: Sequence[signal.Signals], *, children: bool = False) -> None:
-        self._writing = False
+        self._waiting = False
         self._stack = contextlib.ExitStack()
         caught = (*signals, signal.SIGCHLD) if children else signals
         self.socket: socket.socket = self._stack.enter_context(signal_socket(caught, self._interrupt))
@@ -107,28 +116,25 @@ class Interrupts:
         return any(signum != signal.SIGCHLD for signum in received)
 
     @contextlib.contextmanager
-    def interrupting(self, at_once: bool = True) -> Iterator[bool]:
-        """Let a signal interrupt what blocks, by `OutputInterrupted`, until the end of the block.
-
-        Args:
-            at_once: False only yields: the block watches for signals itself where it may block.
+    def interrupting(self) -> Iterator[bool]:
+        """Let a signal that asks to end interrupt the block by `OutputInterrupted`. The end of a child does not.
 
         Yields:
-            Whether a signal has arrived already.
+            Whether such a signal has arrived already.
         """
         try:
-            self._writing = at_once
-            yield bool(self._poll.poll(0))
+            self._waiting = True
+            yield self.asks_to_end()
         finally:
-            self._writing = False
+            self._waiting = False
 
     def close(self) -> None:
         """Restore the former handlers."""
         self._stack.close()
 
     def _interrupt(self, signum: int, frame: object) -> None:
-        if self._writing and signum != signal.SIGCHLD:
-            self._writing = False
+        if self._waiting and signum != signal.SIGCHLD:
+            self._waiting = False
             raise OutputInterrupted
 
 
@@ -138,6 +144,13 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (OSError, ValueError):
         return None
+
+
+def _takes_output(descriptor: int, seconds: float) -> bool:
+    """Return whether a descriptor takes output, or fails at once, within a time."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _ends_as_consequence(worker: Worker) -> bool:
@@ -230,52 +243,55 @@ class Supervisor:
 
     def _start(self) -> None:
         for plan in self._plans:
-            worker = Worker(plan, self._log, self._sink)
+            worker = Worker(plan, self._report, self._sink)
             self.workers.append(worker)
             self._selector.register(worker.process.descriptor, selectors.EVENT_READ, worker)
             for pipe, relay in worker.relays.items():
                 self._selector.register(pipe, selectors.EVENT_READ, relay)
 
     def _sink(self, stream: TextIO) -> Sink:
-        return _WatchedSink(stream, self._await_reader) if self._on_child_end else binary_sink(stream)
+        # A stream of a notebook or a test may accept only text, or have no descriptor.
+        is_file = hasattr(stream, "buffer") and _descriptor(stream) is not None
+        return _WatchedSink(stream, self._await_reader) if is_file else binary_sink(stream)
 
-    def _await_reader(self, stream: TextIO) -> None:
-        """Wait until a stream takes output.
+    def _await_reader(self, descriptor: int) -> None:
+        """Wait until a descriptor takes output.
 
-        A request to stop interrupts that, as a signal does. Once one has come, a reader has a short time only: workers
-        may print as they end, and the launcher must notice their end and the end of their grace time.
+        Once a signal or a request to stop has arrived, a reader has a short time only: workers may print as they end,
+        and the launcher must notice their end and the end of their grace time.
+
+        Raises:
+            OutputInterrupted: The reader has not read in that time, and the descriptor is that of a program. A
+                launcher's own is redirected.
         """
-        descriptor = _descriptor(stream)
-        if descriptor is None:
+        if _takes_output(descriptor, 0):
             return
-        stops = bool(self.signal) or self.stopped
+        if not (self.signal or self.stopped):
+            self._await_reader_or_end(descriptor)
+        if not _takes_output(descriptor, _READER_SECONDS):
+            if not self._on_child_end:
+                raise OutputInterrupted
+            redirect_to_null(descriptor)
+
+    def _await_reader_or_end(self, descriptor: int) -> None:
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
-        if self._stop_request is not None and not stops:
+        if self._stop_request is not None:
             poll.register(self._stop_request, select.POLLIN)
-        if not (found := poll.poll(0)):
-            # Only here may a signal interrupt the output: what has been read would be lost.
-            with self._interrupts.interrupting():
-                if self._interrupts.asks_to_end():
-                    raise OutputInterrupted
-                found = poll.poll(_READER_SECONDS * 1000 if stops else None)
-        ready = [each for each, _ in found]
-        if not ready:
-            redirect_to_null(descriptor)
-        elif descriptor not in ready:
-            raise OutputInterrupted
+        with contextlib.suppress(OutputInterrupted), self._interrupts.interrupting() as asked:
+            if not asked:
+                poll.poll()
 
     def _step(self) -> None:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        relays = [relay for worker in self.workers for relay in worker.relays.values()] if self._at_terminal else []
-        held = [relay for relay in relays if relay.is_held]
+        held = [relay for _, relay in self._relays() if relay.is_held] if self._at_terminal else []
         if held:
             timeout = _PROMPT_SECONDS if timeout is None else min(timeout, _PROMPT_SECONDS)
         events = [(key.fileobj, key.data) for key, _ in self._selector.select(timeout)]
         for relay in held if not events else ():
-            with self._forwarding(relay), self._interrupts.interrupting(not self._on_child_end) as pending:
-                if not pending:
-                    relay.show_rest()
+            self._end_shown_lines(relay)
+            with self._forwarding(relay):
+                relay.show_rest()
         for source, data in events:
             if isinstance(data, LineRelay):
                 self._on_output(int(source), data)  # type: ignore[arg-type]
@@ -286,15 +302,24 @@ class Supervisor:
             self._on_deadline()
 
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
-        data = b"-"
-        with self._forwarding(relay), self._interrupts.interrupting(not self._on_child_end) as pending:
-            if pending:
-                # The signal first: a write may block for as long as nobody reads.
-                return
-            data = os.read(pipe, 1 << 16)
-            relay.feed(data) if data else relay.finish()
+        data = os.read(pipe, 1 << 16)
         if not data:
             self._selector.unregister(pipe)
+        self._end_shown_lines(relay)
+        with self._forwarding(relay):
+            relay.feed(data) if data else relay.finish()
+
+    def _end_shown_lines(self, writer: LineRelay | None = None) -> None:
+        """End each unfinished line that a terminal shows, before another relay or the launcher writes into it."""
+        for _, relay in self._relays() if self._at_terminal else ():
+            if relay is not writer:
+                with self._forwarding(relay):
+                    relay.end_shown_line()
+
+    def _report(self, line: str) -> None:
+        """Write a line of the launcher."""
+        self._end_shown_lines()
+        self._log(line)
 
     @contextlib.contextmanager
     def _forwarding(self, relay: LineRelay) -> Iterator[None]:
@@ -307,16 +332,14 @@ class Supervisor:
         except OSError as error:
             # A full disk ends the output, not the job.
             relay.discard()
-            self._log(f"stopped forwarding output of the workers: {error.strerror}")
+            self._report(f"stopped forwarding output of the workers: {error.strerror}")
 
     def _discard_blocked_output(self) -> None:
         """Discard what the workers still print where nobody reads, since the job is to end."""
         for stream in (sys.stdout, sys.stderr):
             if (descriptor := _descriptor(stream)) is None:
                 continue
-            poll = select.poll()
-            poll.register(descriptor, select.POLLOUT)
-            if not poll.poll(_READER_SECONDS * 1000):
+            if not _takes_output(descriptor, _READER_SECONDS):
                 redirect_to_null(descriptor)
 
     def _on_closed_output(self) -> None:
@@ -336,7 +359,7 @@ class Supervisor:
             self._discard_blocked_output()
             if self._code is None:
                 self.signal = signum
-                self._log(f"got {signal_name(signum)}: forwarding it to {self._running_names()}")
+                self._report(f"got {signal_name(signum)}: forwarding it to {self._running_names()}")
                 self._stop(signum, 128 + signum)
             else:
                 self._kill()
@@ -380,12 +403,17 @@ class Supervisor:
         return self.first_failure in self._consequences
 
     def _is_consequence(self, worker: Worker) -> bool:
-        """Return whether a worker has ended because of one that has neither recorded its failure nor ended."""
-        return _ends_as_consequence(worker) and self._first_to_fail(worker)[1] is None
+        """Return whether a worker has ended because of one that runs: it may still print its traceback."""
+        is_consequence = _ends_as_consequence(worker)
+        cause, record = self._first_to_fail(worker)
+        return cause.process.status is None or (is_consequence and record is None)
 
-    def _forward_rest(self, worker: Worker) -> None:
-        """Forward what an ended worker has written, so that its traceback precedes the report of its failure."""
-        for pipe, relay in worker.relays.items():
+    def _forward_rest(self) -> None:
+        """Forward what the workers have written, so that tracebacks precede the report of a failure.
+
+        The worker that failed first has ended, and others may have ended with it.
+        """
+        for pipe, relay in self._relays():
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
             for _ in range(_PIPE_READS):
@@ -393,7 +421,7 @@ class Supervisor:
                     self._on_output(pipe, relay)
 
     def _on_failure(self, ended: Worker) -> None:
-        self._forward_rest(ended)
+        self._forward_rest()
         worker, record = self._first_to_fail(ended)
         self.first_failure = worker
         others = [one for one in self._running() if one is not worker]
@@ -401,7 +429,7 @@ class Supervisor:
         how = describe_exit(status) if status else "failed"
         how += f" with {record.message}" if record and not status else f": {record.message}" if record else ""
         stopping = f"; stopping {name_ranks(one.plan.rank for one in others)}" if others else ""
-        self._log(f"rank {worker.plan.rank} (process {worker.process.pid}) {how}{stopping}")
+        self._report(f"rank {worker.plan.rank} (process {worker.process.pid}) {how}{stopping}")
         # A rank that has recorded its failure is still printing its traceback: it ends by itself.
         self._stop_after_dumps(signal.SIGTERM, 1 if not status else status if status > 0 else 128 - status, others)
 
@@ -424,12 +452,15 @@ class Supervisor:
             (signum, chosen), self._postponed = self._postponed, None
             self._stop(signum, self.code, chosen)
         elif self._running():
-            self._log(f"{self._running_names()} did not stop within {self.grace:g} s: killing")
+            self._report(f"{self._running_names()} did not stop within {self.grace:g} s: killing")
             self._kill()
         else:
-            for pipe in (pipe for worker in self.workers for pipe in worker.relays):
+            # Processes that the workers started hold these pipes open.
+            for pipe, relay in self._relays():
                 if pipe in self._selector.get_map():
                     self._selector.unregister(pipe)
+                    with self._forwarding(relay):
+                        relay.finish()
 
     def _stop_after_dumps(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
         """Stop workers; where failures are dumped, not before they have had time for that."""
@@ -449,6 +480,9 @@ class Supervisor:
     def _kill(self) -> None:
         for worker in self._running():
             worker.process.signal(signal.SIGKILL)
+
+    def _relays(self) -> Iterator[tuple[int, LineRelay]]:
+        return (each for worker in self.workers for each in worker.relays.items())
 
     def _running(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.process.status is None]

@@ -25,7 +25,7 @@ with contextlib.suppress(ImportError):
     import termios
 
 # Longer unfinished lines are cut, so that output without line ends cannot fill the memory.
-_MAX_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 24
 _CONSOLE = Output()
 
 
@@ -315,13 +315,13 @@ class LineRelay:
         self._copy = copy
         self._filtered = filtered
         self._filters = filters
-        self._rest = b""
+        self._rest = bytearray()
         self._shown = 0
 
     @property
     def is_held(self) -> bool:
         """Whether a line has begun that is not shown yet, or not all of it."""
-        return bool(self._rest) and len(self._prefix + self._rest) > self._shown
+        return bool(self._rest) and len(self._prefix) + len(self._rest) > self._shown
 
     def show_rest(self) -> None:
         """Forward an unfinished line as far as it is there, such as the prompt of a debugger."""
@@ -330,22 +330,34 @@ class LineRelay:
         self._sink.flush()
         self._shown = len(text)
 
+    def end_shown_line(self) -> None:
+        """End the part of an unfinished line that is shown: another text follows. The line is then shown anew."""
+        if self._shown:
+            self._shown = 0
+            self._sink.write(b"\n")
+            self._sink.flush()
+
     def feed(self, data: bytes) -> None:
         """Accept bytes, forward the lines that they complete and keep the rest."""
         if self._copy is not None:
             self._copy.write(data)
-        data = self._rest + data
+        # The rest is not searched again: a long line arrives in many parts.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if len(data) - end > _MAX_LINE_BYTES:
-            data, end = data + b"\n", len(data) + 1
-        self._rest = data[end:]
-        self._write(data[:end])
+        lines = b""
+        if end:
+            lines = bytes(self._rest) + data[:end]
+            self._rest.clear()
+        self._rest += data[end:]
+        self._write(lines)
+        if len(self._rest) > _MAX_LINE_BYTES:
+            self.finish()
 
     def finish(self) -> None:
         """Complete and forward an unfinished last line."""
         if self._rest:
-            rest, self._rest = self._rest, b""
-            self._write(rest + b"\n")
+            lines = bytes(self._rest) + b"\n"
+            self._rest.clear()
+            self._write(lines)
 
     def discard(self) -> None:
         """Discard what any relay writes to this one's destination from now on, which cannot be written."""
@@ -366,6 +378,7 @@ class LineRelay:
             self._filtered.write(b"".join(self._prefix + line for line in wanted))
         if self._prefix:
             lines = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
-        self._sink.write(lines[self._shown :])
+        # The write may be interrupted.
+        shown, self._shown = self._shown, 0
+        self._sink.write(lines[shown:])
         self._sink.flush()
-        self._shown = 0
