@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from torchdist_ref.errors import ArgumentTypeError, RendezvousError, explain, indexed
+from torchdist_ref.errors import ArgumentTypeError, DistNetworkError, RendezvousError, explain, indexed
 from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.timeouts import GROUP_TIMEOUT
@@ -181,7 +181,28 @@ def _make_tcp_store(
         serves = False
         if scheme == "tcp":
             _warn_if_beside_the_launchers(host, port)
-    return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
+    try:
+        return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
+    except DistNetworkError:
+        shared = _store_of_torchs_server(host, port, timeout) if serves else None
+        if shared is None:
+            raise
+    store = TCPStore(host, port, world_size, False, timeout, wait_for_workers)
+    store.keeps_alive = shared
+    return store
+
+
+def _store_of_torchs_server(host: str, port: int, timeout: timedelta) -> Any:
+    """Return a store of torch's on a server that torch runs in this process at this port; None if there is none.
+
+    torch's RPC starts one at MASTER_PORT, and all stores of torch's in a process share it.
+    """
+    torchs = sys.modules.get("torch.distributed")
+    try:
+        options = {"is_master": True, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+        return None if torchs is None else torchs.TCPStore(host, port, **options)
+    except RuntimeError:
+        return None
 
 
 def _warn_if_beside_the_launchers(host: str, port: int) -> None:

@@ -173,6 +173,12 @@ OBJECT_TO_TENSOR = PrivateName(
 TENSOR_TO_OBJECT = PrivateName(
     _C10D, "_tensor_to_object", "unpickles for them; ours runs no code of ranks that are not authenticated", _NO_INIT
 )
+CREATE_STORE = PrivateName(
+    "torch.distributed.rendezvous",
+    "_create_c10d_store",
+    "starts the server of torch's RPC; beside our default group it uses ours, at the same address",
+    _NO_INIT,
+)
 NAMES_PER_THREAD = PrivateName(_NATIVE, "_set_thread_isolation_mode", "keeps these names per thread", _NO_THREADS)
 COMPILE_CONTEXT = PrivateName(
     "torch._guards", "CompileContext", "tells whether torch.compile is reading a function", _NO_INIT

@@ -95,7 +95,7 @@ PARTS = (
         (*CORE, "backends.base", "backends.reductions", "backends.ref", "backends.ref_in_torch"),
     ),
     Part("backends.ref", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "schedules")),
-    Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
+    Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "program_end")),
     Part("backends.mpi", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
     Part(
         "backends.ref_in_torch",

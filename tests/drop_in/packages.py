@@ -57,7 +57,7 @@ ROWS: dict[str, str] = {
     "pipelining": "All schedules.",
     "remote_device": "Names of devices, for RPC.",
     "rendezvous": "",
-    "rpc": "RPC has workers of its own, not the default group.",
+    "rpc": "RPC has workers of its own, in any number. It and the default group may share MASTER_PORT.",
     "run": "`torchrun` starts our scripts.",
     "tensor": "DTensor and tensor parallelism, on meshes of either library.",
     "utils": "Helpers of torch's modules.",

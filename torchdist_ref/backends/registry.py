@@ -156,6 +156,11 @@ def store_for_torch(store: Store) -> Any:
     return _load("torchdist_ref.backends.torch_native.stores:StoreForTorch")(store)
 
 
+def share_servers() -> None:
+    """Have torch's rendezvous use our store's server; see `stores.share_servers`."""
+    _load("torchdist_ref.backends.torch_native.stores:share_servers")()
+
+
 def by_device_type(name: str) -> dict[str, str]:
     """Return a group's backend for each device type that torch is to use it for.
 

@@ -95,6 +95,7 @@ def share(world: World) -> None:
     elif torch.distributed.is_initialized():
         return
     limit_objects()
+    registry.share_servers()
     world.registration = Registration(world)
     _explain_second_initialization()
 

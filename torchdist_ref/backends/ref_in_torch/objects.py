@@ -15,7 +15,9 @@ functions in their place, which do one of three things, as `groups.pickling` doe
 - Else, torch's functions pickle as before.
 
 A group that torch made on a backend of its own, below a default group of ours, follows the default group: its ranks
-met on that group's store. Do not add communication here, nor this library's own object collectives (`groups.pickling`).
+met on that group's store. A group that torch does not list, such as the Gloo group that torch's RPC makes for itself,
+met elsewhere: torch's functions pickle there as before. Do not add communication here, nor this library's own object
+collectives (`groups.pickling`).
 """
 
 from __future__ import annotations
@@ -130,9 +132,16 @@ def _resizable(data: bytearray | memoryview, device: Any) -> tuple[Tensor, Tenso
 
 
 def _deciding(group: Any) -> Any:
-    """Return the group of ours that decides for a group of torch's functions; None below a default group of torch's."""
-    ours = group if hasattr(group, "pickles_objects") else torch_private.TABLES.get().default_pg
-    return ours if hasattr(ours, "pickles_objects") else None
+    """Return the group of ours that decides for a group of torch's functions.
+
+    None below a default group of torch's, and for a group that torch does not list.
+    """
+    if hasattr(group, "pickles_objects"):
+        return group
+    tables = torch_private.TABLES.get()
+    ours = tables.default_pg
+    is_listed = group is None or group in tables.pg_map
+    return ours if is_listed and hasattr(ours, "pickles_objects") else None
 
 
 def _limited(group: Any) -> Any:

@@ -2,7 +2,8 @@
 
 `ref` inside torch connects through the first. It uses only operations that every store of torch has; the others are
 built from those in `Store`. It does not use torch's `wait`, which Ctrl-C does not interrupt, and of which a `TCPStore`
-logs every time-out. torch's backends on our groups connect through the second.
+logs every time-out. torch's backends on our groups connect through the second. `share_servers` has torch's rendezvous
+use our server where one runs at its address already.
 
 Do not add operations here: they belong in our `Store`.
 """
@@ -11,14 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, ClassVar
 
 import torch.distributed as c10d
 
+from torchdist_ref import torch_private
 from torchdist_ref.errors import DistStoreError
+from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.base import Text, key_list, key_text, value_bytes
+from torchdist_ref.stores.tcp.store import TCPStore, shared_server
 from torchdist_ref.timeouts import STORE_TIMEOUT
+
+_LINGER_SECONDS = 1.0
 
 
 class StoreFromTorch(Store):
@@ -167,3 +174,48 @@ class AddressStore(StoreForTorch):
         if unknown:
             values = self._store.wait_get(unknown, self._store.timeout if timeout is None else timeout)
             self._values.update(zip(unknown, values, strict=True))
+
+
+class StoreOfRpc(StoreForTorch):
+    """Store of torch's RPC on a server that this process runs; it lives until the process ends, as torch's does.
+
+    Args:
+        store: The store, with its server.
+    """
+
+    _all: ClassVar[list[StoreOfRpc]] = []
+
+    def __init__(self, store: TCPStore) -> None:
+        super().__init__(store)
+        self._served = store
+        self._all.append(self)
+        leave_at_end(self)
+
+    def abort_with(self, error: BaseException) -> None:
+        """See `GroupOwner.abort_with`; the store has no group."""
+
+    def exit(self) -> None:
+        """Close the store. Workers still read it in `rpc.shutdown` when this one has left that."""
+        self._served.close(_LINGER_SECONDS)
+
+
+def share_servers() -> None:
+    """Have rank 0 of torch's rendezvous use our server at its address, if this process runs one; once.
+
+    torch's RPC and our default group read the same MASTER_PORT. torch's own group and RPC share a server in this way.
+    The store is one of ours: our server needs the interpreter, which torch's RPC holds while a store of torch's waits.
+    """
+    original = torch_private.CREATE_STORE.get()
+    if hasattr(original, "shares_servers"):
+        return
+
+    @wraps(original)
+    def create_store(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *args: Any, **kwargs: Any
+    ) -> Any:
+        if rank or shared_server(port) is None:
+            return original(hostname, port, rank, world_size, timeout, *args, **kwargs)
+        return StoreOfRpc(TCPStore(hostname, port, world_size, True, timeout, False, multi_tenant=True))
+
+    create_store.shares_servers = True
+    torch_private.CREATE_STORE.set(create_store)

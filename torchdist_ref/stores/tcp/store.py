@@ -72,6 +72,7 @@ class TCPStore(Store):
 
     Attributes:
         server: server that this process runs for the store, or None.
+        keeps_alive: object that the store needs as long as it is open, such as a store of torch's that runs the server.
 
     Raises:
         DistNetworkError: the port is in use, the name does not resolve, or no server responds in time.
@@ -105,6 +106,7 @@ class TCPStore(Store):
     ) -> None:
         timeout_seconds("TCPStore", timeout)
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self.keeps_alive: object = None
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
         world = None if world_size is None or world_size == -1 else checked_world_size("TCPStore", world_size)
         wanted = _checked_port(port)
@@ -151,7 +153,7 @@ class TCPStore(Store):
         self._finalizer()
         if self.server is not None and linger:
             self.server.await_clients(linger)
-        self.server = None
+        self.server = self.keeps_alive = None
 
     def set(self, key: Text, value: Text) -> None:
         self._request("set", Op.SET, _key("set", key), _value("set", value))
@@ -264,7 +266,7 @@ class TCPStore(Store):
 
     def clone(self) -> TCPStore:
         other = TCPStore(self._host, self.port, timeout=self._timeout or STORE_TIMEOUT, use_libuv=self._libuv)
-        other._timeout, other.server = self._timeout, self.server
+        other._timeout, other.server, other.keeps_alive = self._timeout, self.server, self.keeps_alive
         return other
 
     def __repr__(self) -> str:
@@ -360,6 +362,12 @@ class TCPStore(Store):
                 f"TCPStore: Timed out after {deadline.seconds:g} seconds waiting for clients. {joined}/{world} clients "
                 f"joined, on {self!r}. Check that all ranks were started, with this address and world size."
             ) from None
+
+
+def shared_server(port: int) -> TCPServer | None:
+    """Return the server that stores of this process share at a port; None if there is none."""
+    with _shared_servers_lock:
+        return _shared_servers.get(port)
 
 
 class ServedValues(Store):
