@@ -151,11 +151,11 @@ def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
 # A launcher that waits as long as a busy machine takes for the rank that has caused the failure of another one.
 LAUNCHER_WITH_A_LONG_TIMEOUT = """
 import sys
-from torchdist_ref.launch import main
+from torchdist_ref.launch import command_line
 from torchdist_ref.launcher import supervisor
 
 supervisor._CAUSE_SECONDS = 60.0
-sys.exit(main(sys.argv[1:]))
+sys.exit(command_line(sys.argv[1:]))
 """
 
 

@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import errors as torchs_errors
 
 from tests.ports import reserve_port
 from tests.process_ends import all_ended
+from torchdist_ref import launch as run
+from torchdist_ref.launcher.failures import ChildFailedError
 
 ROOT = Path(__file__).parent.parent
 # Not `signal.pause`: a signal between Python's last look for signals and that call would wake nobody.
@@ -190,11 +193,11 @@ def test_a_terminal_that_does_not_block_loses_no_output(tmp_path: Path) -> None:
 # Run it with the name of a constant of the supervisor, its value, and the launcher's arguments.
 WITH_A_CONSTANT = """
 import sys
-from torchdist_ref.launch import main
+from torchdist_ref.launch import command_line
 from torchdist_ref.launcher import supervisor
 
 setattr(supervisor, sys.argv[1], float(sys.argv[2]))
-sys.exit(main(sys.argv[3:]))
+sys.exit(command_line(sys.argv[3:]))
 """
 
 
@@ -245,7 +248,7 @@ def test_the_first_failure_is_reported_and_stops_all_ranks(launch: Launch, end: 
 
 WITH_THE_END_OF_A_CHILD_UNREAD = """
 import signal, sys
-from torchdist_ref.launch import main
+from torchdist_ref.launch import command_line
 from torchdist_ref.launcher.supervisor import Interrupts
 
 begin = Interrupts.__init__
@@ -258,7 +261,7 @@ def begin_with_one(self, *arguments, **options):
 
 Interrupts.__init__ = begin_with_one
 Interrupts.received = lambda self: b""
-sys.exit(main(["script.py"]))
+sys.exit(command_line(["script.py"]))
 """
 
 
@@ -320,7 +323,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(launch: Laun
 
 INTERRUPTED = """
 import signal, sys
-from torchdist_ref.launch import main
+from torchdist_ref.launch import command_line
 from torchdist_ref.launcher.worker import LineRelay
 
 feed = LineRelay.feed
@@ -333,7 +336,7 @@ def feed_when_a_signal_has_come(relay, data):
 
 
 LineRelay.feed = feed_when_a_signal_has_come
-sys.exit(main(["--nproc-per-node", "1", "script.py"]))
+sys.exit(command_line(["--nproc-per-node", "1", "script.py"]))
 """
 
 
@@ -438,11 +441,41 @@ def test_it_imports_neither_torch_nor_openssl(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     names = "{'torch', '_hashlib', '_ssl'}"
     code = (
-        f"import sys; from torchdist_ref.launch import main; main(['script.py']); print({names} & sys.modules.keys())"
+        "import sys; from torchdist_ref.launch import command_line; command_line(['script.py']); "
+        f"print({names} & sys.modules.keys())"
     )
     python = [sys.executable, "-c", code]
     result = subprocess.run(python, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr
+
+
+def test_a_program_catches_a_failed_rank_and_keeps_its_own_children(tmp_path: Path) -> None:
+    """Once `run.main` killed every child of the program, and returned 3, so that the program went on."""
+    (tmp_path / "script.py").write_text(f"{RANK}if rank == 1: sys.exit(3)\n{WAIT}")
+    with subprocess.Popen(["sleep", "1000"]) as own:
+        try:
+            with pytest.raises(torchs_errors.ChildFailedError) as caught:
+                run.main(["--nproc-per-node", "2", str(tmp_path / "script.py")])
+            assert own.poll() is None
+        finally:
+            own.kill()
+    assert isinstance(caught.value, ChildFailedError)
+    assert {rank: (each.local_rank, each.exitcode) for rank, each in caught.value.failures.items()} == {1: (1, 3)}
+    assert run.main(["--nproc-per-node", "2", "--no-python", "true"]) is None
+
+
+def test_a_failed_rank_is_caught_by_torchs_class_that_is_imported_later(tmp_path: Path) -> None:
+    """The success before it imports no torch."""
+    program = (
+        "import sys\nfrom torchdist_ref import run\nrun.main(['--no-python', 'true'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "try:\n  run.main(['--no-python', 'false'])\nexcept Exception as error:\n"
+        "  from torch.distributed.elastic.multiprocessing.errors import ChildFailedError\n"
+        "  print(isinstance(error, ChildFailedError), *error.failures)"
+    )
+    python = [sys.executable, "-c", program]
+    result = subprocess.run(python, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.stdout == "True 0\n", result.stderr
 
 
 def test_all_ranks_are_restarted_when_one_fails(launch: Launch) -> None:

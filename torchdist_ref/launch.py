@@ -3,20 +3,23 @@
 The launcher serves the ranks' store, sets the environment variables of each rank and forwards output line by line. It
 ends with the first rank that fails and leaves no process behind. It never imports torch. This module is the command,
 also under the names ``python -m torchdist_ref.run`` and ``torchdist-run``; its parts are in `torchdist_ref.launcher`.
+A program calls `main` or `run`, which raise as torch's do and leave other children of the program alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from shutil import rmtree
+from typing import Any
 
 from torchdist_ref.errors import ArgumentError, DistError
-from torchdist_ref.launcher.api import run_job
+from torchdist_ref.launcher.api import LaunchConfig, launch_agent, run_job
 from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.launcher.options import (
     config_from_args,
@@ -31,6 +34,7 @@ from torchdist_ref.launcher.target import run_script_path
 from torchdist_ref.processes import redirect_to_null
 
 __all__ = [
+    "command_line",
     "config_from_args",
     "determine_local_world_size",
     "get_args_parser",
@@ -44,11 +48,52 @@ __all__ = [
     "run_script_path",
 ]
 
+logger = logging.getLogger("torchdist_ref.launcher")
+
 _BAD_INPUT_CODE = 2
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line.
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command line from a program, as torch's function does: a job that fails raises.
+
+    Args:
+        args: Arguments. Default None: those of this process.
+
+    Raises:
+        SystemExit: An option is wrong. The code is 2, and a line on standard error names the option.
+        ArgumentError: A value cannot be used on this host.
+        ChildFailedError: A rank failed and no restart was left. Its `failures` has the failure by rank. It is torch's
+            `ChildFailedError` too if torch is installed.
+        SignalException: A signal ended the job. It is torch's too if torch is installed.
+
+    Example:
+        >>> from torchdist_ref.launcher.failures import ChildFailedError
+        >>> try:
+        ...     main(["--nproc-per-node", "2", "--no-python", "false"])
+        ... except ChildFailedError as error:
+        ...     [failure.exitcode for failure in error.failures.values()]
+        [1]
+    """
+    run(parse_args(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run a parsed command line from a program, as `main` does.
+
+    Args:
+        args: Result of `parse_args`.
+    """
+    with _job(args, logger.warning) as job:
+        launch_agent(*job)
+
+
+def launch(args: argparse.Namespace) -> None:
+    """Run a parsed command line, see `run`."""
+    run(args)
+
+
+def command_line(args: Sequence[str] | None = None) -> int:
+    """Run the command line in a process of its own, whose descendants are all the job's.
 
     Args:
         args: Arguments. Default None: those of this process.
@@ -62,36 +107,30 @@ def main(args: Sequence[str] | None = None) -> int:
         >>> subprocess.run(command, capture_output=True, text=True).stdout.count("Simple is better than complex.")
         2
     """
-    return run(parse_args(args))
+    parsed = parse_args(args)
+    try:
+        with _job(parsed, _log) as job:
+            return run_job(*job, log=_log, on_end=partial(_report, _keeps_logs(parsed)), own_descendants=True).code
+    except (DistError, ArgumentError) as error:
+        _log(str(error))
+        return _BAD_INPUT_CODE
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run a parsed command line in a process whose descendants are all the job's.
-
-    Args:
-        args: Result of `parse_args`.
-
-    Returns:
-        The exit code, as of `main`.
-    """
-    keeps_logs = args.log_dir or args.redirects != "0" or args.tee != "0"
+@contextlib.contextmanager
+def _job(
+    args: argparse.Namespace, log: Callable[[str], None]
+) -> Iterator[tuple[LaunchConfig, Callable[..., Any] | str, list[str]]]:
+    """Yield configuration, entry point and arguments; remove a temporary folder for logs that nobody asked to keep."""
+    config, entrypoint, arguments = config_from_args(args)
     with contextlib.ExitStack() as stack:
-        try:
-            config, entrypoint, arguments = config_from_args(args)
-            if config.logs_specs and not args.log_dir:
-                folder = config.logs_specs.root_log_dir
-                _log(f"log files are in {folder}") if keeps_logs else stack.callback(rmtree, folder, True)
-            return run_job(
-                config, entrypoint, arguments, log=_log, on_end=partial(_report, keeps_logs), own_descendants=True
-            ).code
-        except (DistError, ArgumentError) as error:
-            _log(str(error))
-            return _BAD_INPUT_CODE
+        if config.logs_specs and not args.log_dir:
+            folder = config.logs_specs.root_log_dir
+            log(f"log files are in {folder}") if _keeps_logs(args) else stack.callback(rmtree, folder, True)
+        yield config, entrypoint, arguments
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Run a parsed command line, see `run`."""
-    return run(args)
+def _keeps_logs(args: argparse.Namespace) -> bool:
+    return bool(args.log_dir or args.redirects != "0" or args.tee != "0")
 
 
 def _report(keeps_logs: bool, outcome: Outcome) -> None:
@@ -115,4 +154,4 @@ def _log(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line())

@@ -169,10 +169,10 @@ dist.all_reduce(torch.ones(4), async_op=True).wait(datetime.timedelta(seconds=0.
 # The launcher, which gives dumps more than half a second: a busy machine may not run a rank in that time.
 LAUNCHER = """
 import sys
-from torchdist_ref.launch import main
+from torchdist_ref.launch import command_line
 from torchdist_ref.launcher import supervisor
 supervisor._DUMP_SECONDS = 4.0
-sys.exit(main())
+sys.exit(command_line())
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed.run as theirs
 
 from tests.torch_versions import needs_torch, torch_has
+from torchdist_ref import launch
 from torchdist_ref.launcher import devices, options
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +140,24 @@ def test_configuration_is_torchs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["1", "4", "1:4", "12:16"])
 def test_numbers_of_hosts_are_torchs(text: str) -> None:
     assert options.parse_min_max_nnodes(text) == theirs.parse_min_max_nnodes(text)
+
+
+def error_of(function: Callable[..., object], argument: Any) -> Exception:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        function(argument)
+    return raised.value
+
+
+@pytest.mark.parametrize("text", ["2:20:30", "a", "1:b", ""])
+def test_errors_of_numbers_of_hosts_are_torchs(text: str) -> None:
+    ours, torchs = (error_of(module.parse_min_max_nnodes, text) for module in (options, theirs))
+    assert isinstance(ours, type(torchs)) and str(torchs) in str(ours)
+
+
+def test_the_error_of_a_module_without_python_is_torchs() -> None:
+    arguments = ["--no-python", "-m", "this"]
+    ours, torchs = (error_of(run.main, arguments) for run in (launch, theirs))
+    assert isinstance(ours, type(torchs)) and "--no-python" in str(torchs) and "--no-python" in str(ours)
 
 
 @pytest.mark.parametrize("text", ["3", "cpu", "auto"])

@@ -169,8 +169,8 @@ def launch_agent(
         ArgumentError: A value of the configuration is wrong.
         ArgumentTypeError: The entry point is neither a function nor a command.
         ChildFailedError: A rank failed and no restart was left. The error contains the rank and its traceback. It is
-            torch's `ChildFailedError` too if torch's module is imported.
-        SignalException: A signal ended the job. It is torch's too if torch's module is imported.
+            torch's `ChildFailedError` too if torch is installed, which only a job that fails imports.
+        SignalException: A signal ended the job. It is torch's too if torch is installed.
 
     Example: as for `elastic_launch`, which calls this.
 
@@ -332,8 +332,16 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
 def _raise(outcome: Outcome, name: str) -> None:
     if not outcome.code:
         return
-    from torchdist_ref.launcher.failures import ChildFailedError, ProcessFailure, SignalException, as_torchs, failure_of
+    from torchdist_ref.launcher.failures import (
+        ChildFailedError,
+        ProcessFailure,
+        SignalException,
+        as_torchs,
+        failure_of,
+        import_torchs,
+    )
 
+    import_torchs()
     first = outcome.first_failure
     if outcome.reason:
         raise RankDiedError(f"{name}: {outcome.reason}")

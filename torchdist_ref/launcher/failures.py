@@ -2,13 +2,14 @@
 
 A worker's entry function is decorated with `record`; its exception then lies in the file that TORCHELASTIC_ERROR_FILE
 names, in torch's JSON layout, and the launcher shows it last. `ChildFailedError` and `SignalException` are raised as
-subclasses of torch's classes where a program has imported those. This module never imports torch.
+subclasses of torch's classes where those are imported: a job that fails in a program calls `import_torchs` before.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import functools
+import importlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -198,6 +200,12 @@ class SignalException(Exception):
         Exception.__init__(self, msg)
         indexed(self)
         self.sigval = sigval
+
+
+def import_torchs() -> None:
+    """Import torch's classes if torch is installed, so that a program can catch an error by their names."""
+    with suppress(Exception):
+        importlib.import_module(f"{_TORCH}.api")
 
 
 def as_torchs(kind: Any, module: str) -> Any:

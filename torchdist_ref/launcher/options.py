@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.errors import ArgumentError, BackendArgumentError
 from torchdist_ref.launcher import devices
 from torchdist_ref.launcher.api import LaunchConfig
 from torchdist_ref.launcher.local_workers import DEFAULT_SIGNALS, parse_signals
@@ -273,6 +273,8 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
 
 
 def _command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
+    if args.module and args.no_python:
+        raise ArgumentError("-m (--module) and --no-python contradict each other; leave out one of them")
     rest = [args.training_script, *args.training_script_args]
     if args.run_path:
         return run_script_path, rest
@@ -284,11 +286,21 @@ def _command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[s
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     """Return the smallest and the largest number of hosts.
 
+    Args:
+        nnodes: ``N`` or ``MIN:MAX``.
+
+    Raises:
+        BackendArgumentError: The text has another form.
+
     >>> parse_min_max_nnodes("2"), parse_min_max_nnodes("1:4")
     ((2, 2), (1, 4))
     """
-    low, _, high = nnodes.partition(":")
-    return int(low), int(high or low)
+    parts = nnodes.split(":")
+    if len(parts) > 2:
+        raise BackendArgumentError(
+            f'nnodes={nnodes} is not in "MIN:MAX" format; give a number of hosts, or two as 1:4.'
+        )
+    return int(parts[0]), int(parts[-1])
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:

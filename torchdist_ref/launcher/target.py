@@ -41,9 +41,8 @@ def target_error(name: str, is_module: bool, is_executable: bool, is_run_path: b
     >>> target_error("/bin/sh", False, False, False)
     "the script '/bin/sh' is a binary, not Python source (to run an executable, add --no-python)"
     """
-    if is_module and (is_executable or is_run_path):
-        other = "--run-path" if is_run_path else "--no-python"
-        return f"-m (--module) and {other} contradict each other; leave out one of them"
+    if is_module and is_run_path:
+        return "-m (--module) and --run-path contradict each other; leave out one of them"
     if is_module:
         return _module_error(name)
     if is_executable and not is_run_path:
