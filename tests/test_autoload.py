@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch.distributed as c10d
 
 import torchdist_ref
+from tests.torch_versions import needs_torch
 
 PACKAGE = Path(torchdist_ref.__file__).parent
 ASK = """
@@ -38,11 +40,15 @@ def answer(
 def installed(path: Path) -> Path:
     """A folder as an installation leaves it: the package, and the metadata with the entry point of pyproject.toml."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    lines = [f"{name} = {value}" for name, value in project["entry-points"]["torch.backends"].items()]
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
     metadata = path / "torchdist_ref-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchdist_ref\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines, ""]))
+    (metadata / "entry_points.txt").write_text("\n".join([*lines, ""]))
     shutil.copytree(PACKAGE, path / "torchdist_ref")
     return path
 
@@ -94,6 +100,27 @@ except ImportError as error:
 
 def test_a_group_on_ref_without_the_import(python_with_torch: str, tmp_path: Path) -> None:
     assert answer(AUTOLOAD + GROUP, installed(tmp_path), python_with_torch).stdout == "[1.0, 1.0] ref\n"
+
+
+@needs_torch("2.14", "entry points of backends")
+def test_a_group_on_ref_without_the_import_where_torch_loads_no_packages(tmp_path: Path) -> None:
+    path = installed(tmp_path)
+    program = "import torch; print(hasattr(torch.distributed.Backend, 'REF'))\n" + GROUP
+    found = answer(program, path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert found.stdout == "False\n[1.0, 1.0] ref\n", found.stderr
+
+
+def test_the_entry_point_of_the_backend_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.14 and later load it when a program names the backend, call it, and look for the registration."""
+    points = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["entry-points"]
+    (point,) = [
+        EntryPoint(name, value, "torch.distributed.backends")
+        for name, value in points["torch.distributed.backends"].items()
+    ]
+    monkeypatch.delattr(c10d.Backend, "REF")
+    monkeypatch.delitem(c10d.Backend._plugins, "REF")
+    point.load()()
+    assert point.name == "ref" and "REF" in c10d.Backend._plugins
 
 
 @pytest.mark.parametrize("broken", ["calls.py", "backends/ref/backend.py", "backends/ref_in_torch/process_group.py"])

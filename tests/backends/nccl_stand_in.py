@@ -95,8 +95,38 @@ class Event:
         self.log.append("wait")
 
 
-def instead_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process, and those forked from it, use the stand-in as NCCL and the CPU as a GPU."""
+class TableStandIn(StandIn):
+    """The stand-in as torch's table of backends makes it, which binds a device in the constructor (torch 2.15)."""
+
+    bound: Any = None
+
+
+def create(opts: Any, options: Any) -> TableStandIn:
+    """Make a stand-in as torch 2.15 makes its NCCL."""
+    made = TableStandIn(opts.store, opts.group_rank, opts.group_size, options)
+    group = getattr(opts, "process_group", None)
+    made.bound = group and group.bound_device_id
+    return made
+
+
+class Plugin:
+    """Entry of torch's table of backends."""
+
+    creator_fn = staticmethod(create)
+    extended_api = True
+
+
+NCCL_OF_TABLE = ("NCCL", "NCCL2", "NCCL-LAZY", "NCCL-LEGACY")
+
+
+def instead_of_nccl(monkeypatch: pytest.MonkeyPatch, in_table: bool = False) -> None:
+    """Let this process, and those forked from it, use the stand-in as NCCL and the CPU as a GPU.
+
+    It is torch's class, as before torch 2.14, or `in_table`: an entry of torch's table of backends, as since then.
+    """
+    table = {name: plugin for name, plugin in c10d.Backend._plugins.items() if name not in NCCL_OF_TABLE}
+    monkeypatch.setattr(c10d.Backend, "_plugins", table | dict.fromkeys(NCCL_OF_TABLE, Plugin) if in_table else table)
+    monkeypatch.setattr(c10d, "is_backend_available", lambda name: name.upper() in c10d.Backend._plugins)
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

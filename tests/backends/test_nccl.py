@@ -12,7 +12,7 @@ import torch
 import torch.distributed as c10d
 
 import torchdist_ref as dist
-from tests.backends.nccl_stand_in import Event, StandIn, instead_of_nccl
+from tests.backends.nccl_stand_in import Event, StandIn, TableStandIn, instead_of_nccl
 from torchdist_ref.backends.registry import default_name, names_by_device
 from torchdist_ref.backends.torch_native import nccl
 from torchdist_ref.testing import fill, run
@@ -56,6 +56,33 @@ def test_a_missing_cuda_device_names_the_remedy(monkeypatch: pytest.MonkeyPatch)
 def test_unknown_backend_names_are_refused_before_any_wait(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dist.init_process_group(name, init_method="tcp://192.0.2.1:1", **ALONE)
+
+
+def test_names_of_other_backends_on_nccl_are_known_where_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nccl` itself is the entry of torch's table, if there is one: what the installed torch means by the name."""
+    names = ("nccl2", "nccl-lazy", "nccl-legacy")
+    instead_of_nccl(monkeypatch)
+    assert not any(map(dist.is_backend_available, names))
+    with pytest.raises(ValueError, match="No backend is called 'nccl2'"):
+        dist.init_process_group("nccl2", store=dist.HashStore(), **ALONE)
+    instead_of_nccl(monkeypatch, in_table=True)
+    assert all(map(dist.is_backend_available, names))
+    monkeypatch.setattr(nccl.Nccl, "device", "cpu")
+    device = torch.device("cpu", 0)
+    for name in ("nccl", *names):
+        dist.init_process_group(name, store=dist.HashStore(), device_id=device, **ALONE)
+        made: Any = dist.get_backend_impl()
+        tensor = fill(1, (2,))
+        dist.all_reduce(tensor)
+        assert dist.get_backend() == name and dist.get_backend_config() == f"cuda:{name}"
+        assert type(made) is TableStandIn and isinstance(made.options, StandIn.Options)
+        assert made.bound == device or not hasattr(dist_options(), "process_group")
+        assert torch.equal(tensor, fill(1, (2,))) and made.options._timeout.total_seconds() > 1
+        dist.destroy_process_group()
+
+
+def dist_options() -> Any:
+    return c10d.distributed_c10d._DistributedBackendOptions()
 
 
 def test_names_by_device() -> None:
@@ -107,7 +134,14 @@ def collectives(rank: int, size: int) -> list[torch.Tensor]:
     return [total, column, *gathered, scattered, mine, *(at_root or []), reduced if rank == 0 else mine, sent]
 
 
-def test_calls_give_the_expected_values(stand_in: None, tmp_path: Any) -> None:
+@pytest.fixture
+def stand_in_of_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead_of_nccl(monkeypatch, in_table=True)
+
+
+@pytest.mark.parametrize("which", ["stand_in", "stand_in_of_table"])
+def test_calls_give_the_expected_values(which: str, request: pytest.FixtureRequest, tmp_path: Any) -> None:
+    request.getfixturevalue(which)
     for rank, got in enumerate(ran(collectives, tmp_path)):
         first, second = fill(0, (4, 3)), fill(1, (4, 3))
         wanted = [first + second, torch.maximum(first.t()[1], second.t()[1]), fill(0, (3,)), fill(1, (3,))]

@@ -42,6 +42,8 @@ _backends: dict[str, Factory | str] = {
 
 
 BUILT_IN = frozenset(_backends)
+NCCL_NAMES = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
+"""Names of torch's backends on NCCL; the last three are those of torch 2.15."""
 
 
 def register(name: str, factory: Factory) -> None:
@@ -55,6 +57,21 @@ def register(name: str, factory: Factory) -> None:
 def names() -> list[str]:
     """Return the names of all backends: ours, those registered here, and those that others registered with torch."""
     return sorted({*_backends, *(name.lower() for name in _torch_plugins())})
+
+
+def has(name: str) -> bool:
+    """Return whether a backend has this name, in lower case; a package's entry point may register it with torch now.
+
+    Raises:
+        UnsupportedError: Its entry point fails.
+    """
+    if name in _backends or name in names():
+        return True
+    try:
+        # torch 2.14 and later register backends of entry points when they are asked for, their own too.
+        return bool(name) and c10d.is_backend_available(name) and name in names()
+    except RuntimeError as error:
+        raise UnsupportedError(f"backend {name!r} cannot be loaded: {error} ({error.__cause__!r}).") from error
 
 
 def names_by_device(name: str, operation: str = "init_process_group") -> dict[str, str]:
@@ -75,7 +92,7 @@ def names_by_device(name: str, operation: str = "init_process_group") -> dict[st
         return {"": name}
     pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
     found = {device: backend for device, _, backend in pairs}
-    unknown = [backend for backend in found.values() if backend not in _backends and backend not in names()]
+    unknown = [backend for backend in found.values() if not has(backend)]
     if unknown:
         hint = f"No backend is called {unknown[0]!r}; see register_backend."
         raise UsageError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
@@ -125,6 +142,8 @@ def create(name: str, membership: Membership) -> Backend:
     if "" not in backends:
         return ByDevice(backends, membership)
     found = _backends.get(backends[""])
+    if found is None and backends[""] in NCCL_NAMES:
+        found = partial(_load("torchdist_ref.backends.torch_native.nccl:Nccl"), name=backends[""])
     if found is None:
         found = partial(_load("torchdist_ref.backends.torch_native.third_party:ThirdParty"), backends[""])
     made: Backend = (_load(found) if isinstance(found, str) else found)(membership)
@@ -168,7 +187,7 @@ def by_device_type(name: str) -> dict[str, str]:
     ({'cpu': 'ref'}, {'cuda': 'nccl'}, {'cpu': 'ref', 'cuda': 'nccl'})
     """
     found = names_by_device(name)
-    return {device or ("cuda" if backend == "nccl" else "cpu"): backend for device, backend in found.items()}
+    return {device or ("cuda" if backend in NCCL_NAMES else "cpu"): backend for device, backend in found.items()}
 
 
 def config_text(name: str) -> str:

@@ -381,7 +381,7 @@ def is_xccl_available() -> bool:
 
 
 def _has(name: str, installed: Callable[[], bool] = lambda: True) -> bool:
-    return name in registry.names() and installed()
+    return registry.has(name) and installed()
 
 
 _CHECKS = {"gloo": is_gloo_available, "nccl": is_nccl_available, "mpi": is_mpi_available}

@@ -4,6 +4,10 @@ A call is enqueued on a stream of NCCL's, and the host continues. Waiting for it
 work on that stream sees the result, the host does not block, and other streams are not ordered. So a call is complete,
 in the sense of `is_completed`, as soon as it is enqueued: the caller may use the outputs on its stream at once.
 
+``nccl`` is what the installed torch means by it: from 2.15 on the class that 2.15 also calls ``nccl2``, unless
+``TORCH_DIST_USE_NCCL2=0`` says otherwise. That class connects when the group is made, on the device that `device_id`,
+``LOCAL_RANK`` or the rank names.
+
 Do not add anything that depends on the device before a group is made: ranks would have to agree on it.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +28,7 @@ from torch.distributed import distributed_c10d as options
 from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
+from torchdist_ref.backends.torch_native.third_party import make_from_table
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.work import Work
@@ -129,21 +135,28 @@ class Nccl(TorchBackend):
 
     Attributes:
         device: The kind of device whose tensors it accepts.
+        name: Name of the backend; one of `registry.NCCL_NAMES`.
     """
 
-    name = "nccl"
     title = "NCCL"
     kind = NcclWork
     device = "cuda"
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, name: str = "nccl") -> None:
+        self.name = name
         self._coalesced: list[NcclWork] | None = None
         super().__init__(membership)
 
     def _connect(self) -> Any:
         check_usable()
-        m = self._membership
-        return c10d.ProcessGroupNCCL(self._store, m.rank, m.size, self._nccl_options())
+        m, chosen = self._membership, self._nccl_options()
+        # torch 2.14 and later register their own backends when they are asked for.
+        available = c10d.is_backend_available(self.name)
+        plugin = torch_private.PLUGINS.get().get(self.name.upper()) if available else None
+        if plugin is None:
+            return c10d.ProcessGroupNCCL(self._store, m.rank, m.size, chosen)
+        device = None if m.device is None else self._own_device()
+        return make_from_table(plugin, replace(m, options=chosen), self._store, device)
 
     def _nccl_options(self) -> Any:
         """Return the caller's options, completed with facts of the group."""

@@ -24,6 +24,27 @@ from torchdist_ref.work import Work
 log = logging.getLogger("torchdist_ref.backends")
 
 
+def make_from_table(plugin: Any, membership: Membership, store: Any, device: torch.device | None = None) -> Any:
+    """Return the object that an entry of torch's plugin table makes for a group.
+
+    Args:
+        plugin: The entry.
+        membership: The group.
+        store: Its store, as one of torch's.
+        device: Device to bind the object to, for the table's own NCCL. Default: the object chooses.
+    """
+    m, timeout = membership, timedelta(seconds=membership.timeout)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, m.rank, m.size, timeout)
+    opts = torch_private.PLUGIN_OPTIONS.get()()
+    opts.store, opts.group_rank, opts.group_size, opts.timeout = store, m.rank, m.size, timeout
+    opts.group_id, opts.global_ranks_in_group = m.name, list(m.members)
+    if device is not None and hasattr(opts, "process_group"):
+        bound: Any = torch.distributed.ProcessGroup(m.rank, m.size)  # type: ignore[call-arg]
+        opts.process_group, bound.bound_device_id = bound, device
+    return plugin.creator_fn(opts, m.options)
+
+
 class ThirdPartyWork(TorchWork):
     """Work that may have no future of its own; then one is made by waiting."""
 
@@ -54,14 +75,7 @@ class ThirdParty(TorchBackend):
     def _connect(self) -> Any:
         if self._made is not None:
             return self._made
-        m, plugin = self._membership, torch_private.PLUGINS.get()[self.name.upper()]
-        timeout = timedelta(seconds=m.timeout)
-        if not plugin.extended_api:
-            return plugin.creator_fn(self._store, m.rank, m.size, timeout)
-        opts = torch_private.PLUGIN_OPTIONS.get()()
-        opts.store, opts.group_rank, opts.group_size, opts.timeout = self._store, m.rank, m.size, timeout
-        opts.group_id, opts.global_ranks_in_group = m.name, list(m.members)
-        return plugin.creator_fn(opts, m.options)
+        return make_from_table(torch_private.PLUGINS.get()[self.name.upper()], self._membership, self._store)
 
     @profiled
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
