@@ -136,9 +136,9 @@ def replayed(rank: int, folder: str) -> list[str]:
     join(rank, folder, "gloo", True)
     found, dump, recorded = [], pickling._dump, {}
 
-    def record(group: dist.ProcessGroup, exchange: str, value: Any) -> bytes:
+    def record(group: dist.ProcessGroup, exchange: str, value: Any, weights_only: bool) -> bytes:
         kind = exchange.partition(" ")[0]
-        return recorded.setdefault(kind, dump(group, exchange, value))
+        return recorded.setdefault(kind, dump(group, exchange, value, weights_only))
 
     for operation in OPERATIONS:
         for _ in range(2):

@@ -64,7 +64,7 @@ from torchdist_ref.backends.ref_in_torch.work import (
     reduction,
     require_dense_cpu,
 )
-from torchdist_ref.backends.unusable import InheritedBackend, MissingBackend
+from torchdist_ref.backends.unusable import DestroyedBackend, InheritedBackend, MissingBackend
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -95,6 +95,7 @@ from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import may_unpickle
 
 if TYPE_CHECKING:
+    from torchdist_ref.backends.hooked import HookedBackend, PostHookArgs, PreHookArgs
     from torchdist_ref.backends.ref import Ref
     from torchdist_ref.debug.store_calls import StoreCalls
     from torchdist_ref.recorder import Recorder
@@ -232,8 +233,75 @@ class CallsFromTorch(c10d.ProcessGroup):
         super()._set_default_backend(backend_type)
 
     supports_splitting = supports_coalescing = property(lambda self: False)
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], Any]) -> None:
+        """Have a function called on this rank before each call of the group. Since torch 2.15.
+
+        Args:
+            hook_id: Number under which to unregister it; a hook registered under it before is replaced.
+            hook: ``hook(args)``, with a `torchdist_ref.backends.hooked.PreHookArgs`. Its exceptions are raised to the
+                caller, and the call is not made: raise them on all ranks.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def refuse_nan(args):
+            ...     if any(tensor.isnan().any() for tensor in args.input_tensors):
+            ...         raise ValueError(f"not a number in {args.name.name}")
+            >>> def program(rank):
+            ...     dist.group.WORLD.register_pre_hook(1, refuse_nan)
+            ...     try:
+            ...         dist.all_reduce(torch.tensor([1.0, float("nan")]))
+            ...     except ValueError as error:
+            ...         return str(error)
+            >>> run(program, 2)[0]
+            'not a number in ALLREDUCE'
+        """
+        self._hooked("register_pre_hook").before[hook_id] = hook
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
+        """Have a function called on this rank after each call of the group has been started. Since torch 2.15.
+
+        Args:
+            hook_id: Number under which to unregister it; a hook registered under it before is replaced.
+            hook: ``hook(args)``, with a `torchdist_ref.backends.hooked.PostHookArgs`.
+        """
+        self._hooked("register_post_hook").after[hook_id] = hook
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Have the function of `register_pre_hook` called no more; an unknown number does nothing."""
+        self._unhook("unregister_pre_hook", "before", hook_id)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Have the function of `register_post_hook` called no more; an unknown number does nothing."""
+        self._unhook("unregister_post_hook", "after", hook_id)
+
+    def _hooked(self, operation: str) -> HookedBackend:
+        from torchdist_ref.backends.hooked import HookedBackend
+
+        if isinstance(self.backend, DestroyedBackend):
+            self.backend.refuse(operation)
+        if not isinstance(self.backend, HookedBackend):
+            self.backend = HookedBackend(self.backend)
+        return self.backend
+
+    def _unhook(self, operation: str, kind: str, hook_id: int) -> None:
+        hooked = self._hooked(operation)
+        getattr(hooked, kind).pop(hook_id, None)
+        if not (hooked.before or hooked.after):
+            self.backend = hooked.wrapped
+
     # Experiments of torch 2.15 that no backend here has: torch's functions ask before they use them.
     supports_reconfigure = supports_window = supports_completion_hooks = property(lambda self: False)
+    supports_abort_hooks = property(lambda self: False)
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], Any]) -> NoReturn:
+        """Raise UnsupportedError, as torch does on Gloo: calls of an aborted group raise a `GroupAbortedError`."""
+        self._lacks("register_abort_hook", "the GroupAbortedError of a call")
+
+    def unregister_abort_hook(self, hook_id: int) -> NoReturn:
+        """Raise UnsupportedError."""
+        self._lacks("unregister_abort_hook", "the GroupAbortedError of a call")
 
     def new_window(self, tensor: Tensor | None = None) -> NoReturn:
         """Raise UnsupportedError: no backend has one-sided windows."""

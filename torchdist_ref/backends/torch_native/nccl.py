@@ -5,7 +5,7 @@ work on that stream sees the result, the host does not block, and other streams 
 in the sense of `is_completed`, as soon as it is enqueued: the caller may use the outputs on its stream at once.
 
 ``nccl`` is what the installed torch means by it: from 2.15 on the class that 2.15 also calls ``nccl2``, unless
-``TORCH_DIST_USE_NCCL2=0`` says otherwise. That class connects when the group is made, on the device that `device_id`,
+``TORCH_DIST_USE_NCCL2=0`` says otherwise. It connects when the group is made, on the device that `device_id`,
 ``LOCAL_RANK`` or the rank names.
 
 Do not add anything that depends on the device before a group is made: ranks would have to agree on it.
