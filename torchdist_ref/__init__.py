@@ -167,7 +167,8 @@ _HOMES = {
 # Names that are torch's own; torch's functions work on our default group. The page "Compatibility" lists their users.
 _TORCHS_OWN = {
     "torch.distributed": (
-        "BackendConfig Logger ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy RankType Reducer breakpoint _Backend _CoalescingManager "
+        "BackendConfig Logger ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy RankType "
+        "Reducer breakpoint _Backend _CoalescingManager "
         "_ControlCollectives _DEFAULT_FIRST_BUCKET_BYTES _StoreCollectives _Work _all_gather_base "
         "_broadcast_coalesced _coalescing_manager _compute_bucket_assignment_by_size _create_process_group_wrapper "
         "_create_store_from_options _get_process_group_name _make_distributed_pdb _make_nccl_premul_sum "
