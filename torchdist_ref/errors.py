@@ -221,9 +221,10 @@ class ArgumentTypeError(_Indexed, TypeError):
 
 
 class DestroyedGroupError(GroupAbortedError, ArgumentError):
-    """Use of a destroyed group. Calls made before its destruction raise its base class `GroupAbortedError`.
+    """Use of a destroyed group, or communication of a forked process in a group of its parent's.
 
-    torch raises a ValueError here, or uses the group as if nothing had happened.
+    Calls made before the destruction of a group raise the base class `GroupAbortedError`. torch raises a ValueError
+    here, or uses the group as if nothing had happened.
     """
 
     definite = True

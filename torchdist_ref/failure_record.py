@@ -138,17 +138,19 @@ def is_consequence(path: Path) -> bool:
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
     """Record each exception that ends this program, and pass it to a function, before Python prints it.
 
-    Not in an interactive session, which continues after an exception, and not for Ctrl-C, which reaches all ranks.
+    Not in an interactive session, which continues after an exception, and not for Ctrl-C, which reaches all ranks. A
+    forked child records nothing: its end is not that of the rank.
 
     Args:
         tell: Function that tells the other ranks.
     """
-    former = sys.excepthook
+    former, rank_process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, Exception) and not hasattr(sys, "ps1") and not sys.flags.interactive:
-            with suppress(Exception):
-                write(error)
+            if os.getpid() == rank_process:
+                with suppress(Exception):
+                    write(error)
             with suppress(Exception):
                 tell(error)
         former(kind, error, frames)

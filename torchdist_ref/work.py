@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
     BackendArgumentError,
+    GroupAbortedError,
     RankStalledError,
     UnsupportedError,
     explain,
@@ -53,6 +55,33 @@ class Runner(Protocol):
 
 # When Ctrl-C last interrupted a wait for a call.
 _interrupted_at = -math.inf
+# Number of forks between the first process and this one.
+_forks = 0
+
+
+def _after_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def refuse_inherited(operation: str, forks: int) -> None:
+    """Raise if something that another process completes was made before this process was forked.
+
+    Args:
+        operation: Name of the operation.
+        forks: Value of `_forks` at that time.
+
+    Raises:
+        GroupAbortedError: It was.
+    """
+    if forks != _forks:
+        raise GroupAbortedError(
+            f"{operation}: this call was made before this process was forked, so only the parent's threads complete "
+            f"it: wait for it in the parent."
+        )
 
 
 def interrupted_since(moment: float) -> bool:
@@ -63,9 +92,14 @@ def interrupted_since(moment: float) -> bool:
 class InterruptibleFuture(Future[Any]):
     """Future whose `wait` Ctrl-C interrupts. torch's raises KeyboardInterrupt only after the future is done."""
 
+    def __init__(self, *, devices: list[Any] | None = None) -> None:
+        super().__init__(devices=devices)
+        self._forks = _forks
+
     def wait(self) -> Any:
         """Block until the future is done; return its value or raise its exception."""
         if not self.done():
+            refuse_inherited("Future.wait", self._forks)
             done_lock = threading.Lock()
             done_lock.acquire()
             super().add_done_callback(lambda _: done_lock.release())
@@ -229,6 +263,7 @@ class Work:
         self.outputs = outputs
         self._run_callbacks = callbacks
         self._scope = scope
+        self._forks = _forks
         # Locked until the call completes; a `threading.Event` takes twenty times as long to create.
         self._running = threading.Lock()
         self._running.acquire()
@@ -269,6 +304,8 @@ class Work:
                 f"a call with async_op=True returned; a backend makes one with the name of its operation, as in "
                 f"Work('all_reduce')."
             )
+        if not self._over:
+            refuse_inherited(self.name, self._forks)
         if not self._await(seconds):
             awaited = self.awaited
             found, ranks = awaited() if awaited is not None else ("", ())

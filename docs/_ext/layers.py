@@ -87,7 +87,7 @@ PARTS = (
     Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
     Part("backends.base", "2 backends", (*CORE, "torch_private", "stores", "liveness")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
-    Part("backends.unusable", "2 backends", (*CORE, "backends.base")),
+    Part("backends.unusable", "2 backends", (*CORE, "backends.base", "stores")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
     Part(
         "backends",

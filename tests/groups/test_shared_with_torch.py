@@ -318,7 +318,9 @@ def in_a_child(rank: int) -> bool:
     if child == 0:
         # As in `tests.backends.failing_ranks`.
         gc.freeze()
-        clean = not theirs.is_initialized() and not dist.is_initialized()
+        kept = theirs.is_initialized() and theirs.get_rank() == dist.get_rank() == rank
+        dist.destroy_process_group()
+        clean = kept and not theirs.is_initialized() and not dist.is_initialized()
         dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
         os._exit(0 if clean and theirs.get_world_size() == 1 else 1)
     alive = os.waitpid(child, 0)[1] == 0
@@ -328,7 +330,7 @@ def in_a_child(rank: int) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_a_forked_child_starts_without_its_parents_group(backend: str) -> None:
+def test_a_forked_child_forgets_its_parents_group_for_one_of_its_own(backend: str) -> None:
     assert forked(in_a_child, 2, backend) == [True, True]
 
 

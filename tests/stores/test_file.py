@@ -24,6 +24,7 @@ from torchdist_ref.stores import FileStore
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.file import OPEN_COUNT
 from torchdist_ref.testing.store_contract import check_store
+from torchdist_ref.timeouts import Deadline
 
 numbers = count()
 
@@ -171,6 +172,38 @@ def test_lock_held_by_another_process_is_a_timeout(path: str) -> None:
         store.set_timeout(timedelta(seconds=20))
     store.set("k", "v")
     assert store.get("k") == b"v"
+
+
+def test_a_child_forked_while_another_thread_has_the_lock_does_not_keep_it(path: str) -> None:
+    store = FileStore(path)
+    store.set("k", "v")
+    locked, forked = threading.Event(), threading.Event()
+
+    def hold_lock() -> None:
+        with store._log.reading(Deadline(20)):
+            locked.set()
+            forked.wait(20)
+
+    holder = threading.Thread(target=hold_lock)
+    holder.start()
+    assert locked.wait(20)
+    ends, ended = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ended)
+        # Lives until the parent has used the store.
+        os.read(ends, 1)
+        os._exit(int(store.get("k") != b"new"))
+    os.close(ends)
+    forked.set()
+    holder.join()
+    store.set_timeout(timedelta(seconds=5))
+    try:
+        store.set("k", "new")
+    finally:
+        os.close(ended)
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
 
 
 def test_a_wait_for_the_lock_ends_with_the_operation_that_it_belongs_to(path: str) -> None:

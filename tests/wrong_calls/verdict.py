@@ -12,7 +12,6 @@ LONGEST_SECONDS = 1.0
 LATE = " took "
 # Ids of errors whose messages do not tell them from those of another entry.
 AS_GOOD = {
-    "group-in-a-forked-child": {"not-initialized"},
     "orders-of-threads-differ": {"calls-differ"},
     "object-list-type": {"object-list-length"},
     "ranks-of-a-new-group": {"size-of-subgroups"},

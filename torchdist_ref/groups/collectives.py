@@ -48,7 +48,7 @@ from torchdist_ref.groups.arguments import (
     root_of,
     timeout_of,
 )
-from torchdist_ref.groups.world import ProcessGroup, refuse_destroyed
+from torchdist_ref.groups.world import ProcessGroup, refuse_unusable
 from torchdist_ref.timeouts import Deadline
 from torchdist_ref.work import Work, seconds_of
 
@@ -391,7 +391,7 @@ def monitored_barrier(
         # torch accepts seconds in this function only.
         warnings.warn("monitored_barrier: pass a timedelta; a number of seconds is accepted as in torch.", stacklevel=2)
         timeout = timedelta(seconds=timeout)
-    refuse_destroyed(found, "monitored_barrier")
+    refuse_unusable(found, "monitored_barrier")
     found.monitored_barrier(timeout_of("monitored_barrier", timeout, timedelta(seconds=found.timeout)))
 
 

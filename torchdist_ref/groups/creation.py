@@ -48,6 +48,7 @@ from torchdist_ref.groups.world import (
     default_group,
     leave_at_end_of_program,
     refuse_made_alone,
+    refuse_unusable,
     resolve,
 )
 from torchdist_ref.liveness import MemberWatch, backend_mismatch, both_sides
@@ -118,7 +119,15 @@ def init_process_group(
     """
     world = current()
     if world.default is not None:
-        raise ArgumentError(f"init_process_group: trying to initialize the default process group twice!{on_rank()}")
+        hint = ""
+        if world.inherited:
+            hint = (
+                " This process was forked, and has inherited its parent's groups: forget them with "
+                "destroy_process_group first, which leaves the parent's as they are."
+            )
+        raise ArgumentError(
+            f"init_process_group: trying to initialize the default process group twice!{on_rank()}{hint}"
+        )
     require_no_group_of_torch()
     seconds = timeout_of("init_process_group", timeout).total_seconds()
     chosen = os.environ.get(_BACKEND_VARIABLE) if backend is None else backend
@@ -273,6 +282,9 @@ def is_initialized() -> bool:
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """Destroy a group, or all groups, on this rank: release their memory, threads and file descriptors.
 
+    In a forked child, such as a worker of a ``DataLoader``, this forgets the groups that the child has inherited, and
+    the parent's stay as they are. The child can then call `init_process_group` for a group of its own.
+
     Later calls of other ranks on the group raise there. Tensors in a group's memory remain valid. Calls that this rank
     has started may complete for 5 seconds in all, but a receive whose message has not come ends at once. On ``ref``,
     members on other hosts have half a second more to read what this rank has sent. While an exception is handled, the
@@ -364,6 +376,7 @@ def new_group(
         ``ncclCommSplit`` in NCCL; ``axis_index_groups`` of JAX's collectives.
     """
     world, default = current(), default_group("new_group")
+    refuse_unusable(default, "new_group")
     members = _members(ranks, default, sort_ranks)
     seconds = timeout_of("new_group", timeout, timedelta(seconds=default.timeout)).total_seconds()
     check_description("new_group", group_desc)

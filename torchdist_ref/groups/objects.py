@@ -33,7 +33,7 @@ from torchdist_ref.groups.pickling import (
     raise_error_of,
     unpack,
 )
-from torchdist_ref.groups.world import ProcessGroup
+from torchdist_ref.groups.world import ProcessGroup, refuse_unusable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,6 +81,7 @@ def all_gather_object(
     found = member_group(operation, group)
     if found is None:
         return
+    refuse_unusable(found, operation)
     error, exchange = _no_list(operation, "object_list", object_list, found), next_exchange(found, operation)
     payload = pack(found, operation, exchange, obj, weights_only) if error is None else error_payload(error)
     parts = _all_gather_payloads(found, payload, _all_gather_headers(found, payload))
@@ -138,6 +139,7 @@ def gather_object(
     found = member_group(operation, group)
     if found is None:
         return
+    refuse_unusable(found, operation)
     root = root_of(found, operation, dst, group_dst, "dst", default=0)
     error, exchange = _gather_list_error(found, root, object_gather_list), next_exchange(found, operation)
     payload = pack(found, operation, exchange, obj, weights_only) if error is None else error_payload(error)
@@ -218,6 +220,7 @@ def broadcast_object_list(
     found = member_group(operation, group)
     if found is None:
         return
+    refuse_unusable(found, operation)
     root, rank = root_of(found, operation, src, group_src, default=0), _global_rank(found)
     error, own = _no_list(operation, "object_list", object_list, found), None
     exchange = next_exchange(found, operation)
@@ -285,6 +288,7 @@ def scatter_object_list(
     found = member_group(operation, group)
     if found is None:
         return
+    refuse_unusable(found, operation)
     root = root_of(found, operation, src, group_src, default=0)
     exchange = next_exchange(found, operation)
     payloads = (
@@ -366,6 +370,7 @@ def send_object_list(
     found = member_group(operation, group)
     if found is None:
         return
+    refuse_unusable(found, operation)
     peer = root_of(found, operation, dst, group_dst, "dst")
     _refuse_self(found, operation, peer, "destination")
     if (error := _no_list(operation, "object_list", object_list, found)) is not None:
@@ -422,6 +427,7 @@ def recv_object_list(
     found = member_group(operation, group)
     if found is None:
         return -1
+    refuse_unusable(found, operation)
     peer = None if src is None and group_src is None else root_of(found, operation, src, group_src)
     _refuse_self(found, operation, peer, "source")
     if (error := _no_list(operation, "object_list", object_list, found)) is not None:

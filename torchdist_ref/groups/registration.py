@@ -14,7 +14,6 @@ backends do that.
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import wraps
 from typing import Any
@@ -27,13 +26,13 @@ from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref_in_torch.objects import limit_objects
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
+from torchdist_ref.backends.unusable import InheritedBackend, never_release
 from torchdist_ref.errors import ArgumentError, DestroyedGroupError, UnsupportedError, explain, on_rank
 from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
+from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import PrefixStore
 
 _lock = threading.Lock()
-# Objects of torch's that a forked child inherits: destroying them would wait for threads that the child lacks.
-_inherited: list[Any] = []
 
 
 def _is_torchs_own(group: Any) -> bool:
@@ -200,7 +199,6 @@ class Registration:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._process = os.getpid()
         assert world.default is not None
         self._default = world.default
         self._store = registry.store_for_torch(PrefixStore("torch", self._default.store))
@@ -211,6 +209,14 @@ class Registration:
         for group in world.groups:
             self.add(group)
         torch_private.SET_DEFAULT_GROUP.get()(self._default)
+
+    def inherit(self) -> None:
+        """Become a forked child's copy of this registration."""
+        global _lock
+        # Another thread of the parent may have held them.
+        _lock, self._making = threading.Lock(), threading.RLock()
+        tables = torch_private.TABLES.get()
+        never_release([*tables.pg_map, *tables.pg_map.values()])
 
     def add(self, group: ProcessGroup) -> None:
         """Register a group."""
@@ -285,6 +291,8 @@ class Registration:
         facts = group.rank(), members, group.group_desc or group.group_name, self._default.timeout
         if isinstance(group, CallsFromTorch):
             backend = group.backend
+        elif self._world.inherited:
+            backend = InheritedBackend(tables.pg_map[group][0], Recorder(), facts[2], self._default.rank())
         else:
             backend = registry.create(tables.pg_map[group][0], Membership(store, *facts, existing=group))
         rank, _, name, timeout = facts
@@ -319,11 +327,9 @@ class Registration:
         TablesByRank.uninstall(self._world)
 
     def _destroy_all_in_torch(self) -> None:
-        if os.getpid() != self._process:
-            tables = torch_private.TABLES.get()
-            _inherited.extend([self, *tables.pg_map, *tables.pg_map.values()])
+        if self._world.inherited:
             # Without names torch shuts down nothing; it clears its tables.
-            tables.pg_names.clear()
+            torch_private.TABLES.get().pg_names.clear()
         for group in list(self._groups):
             self._release(group)
         torch.distributed.destroy_process_group()

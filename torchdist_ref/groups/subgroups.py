@@ -51,6 +51,7 @@ from torchdist_ref.groups.world import (
     as_integer,
     current,
     default_group,
+    refuse_unusable,
     resolve_member,
 )
 from torchdist_ref.liveness import MemberWatch, both_sides
@@ -105,7 +106,9 @@ def new_subgroups(
     Elsewhere:
         ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
-    ranks = resolve_member(group, "new_subgroups").members
+    parent = resolve_member(group, "new_subgroups")
+    refuse_unusable(parent, "new_subgroups")
+    ranks = parent.members
     size = _subgroup_size(group_size, len(ranks))
     lists = [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
@@ -237,6 +240,7 @@ def split_group(
         ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
     parent = resolve_member(parent_pg, "split_group", "parent_pg")
+    refuse_unusable(parent, "split_group")
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     check_description("split_group", group_desc)
@@ -328,6 +332,7 @@ def shrink_group(
         ``MPIX_Comm_shrink`` of MPI's ULFM extension, ``ncclCommShrink`` in NCCL; none in JAX.
     """
     parent = resolve_member(group, "shrink_group")
+    refuse_unusable(parent, "shrink_group")
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
     check_backend("shrink_group", None, parent.backend.name, pg_options)
     remain = [parent.members[rank] for rank in remaining]

@@ -7,8 +7,8 @@ There is one `World` per process, as in torch: plain threads, completion callbac
 A context variable overrides it only where ranks are threads (`testing`, notebooks). This and the table of backends
 are the package's only module state.
 
-A forked child starts without groups (`_after_fork`), and its parent's refuse every call (`CallsFromTorch`). Do not add
-communication here, nor anything that a backend needs to know.
+A forked child has a copy of its parent's world (`World.inherit`): questions have the same answers, and nothing that the
+child does reaches the other ranks. Do not add communication here, nor anything that a backend needs to know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ import torch.distributed
 from torchdist_ref.backends.base import Backend, close_all
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
 from torchdist_ref.backends.registry import by_device_type
-from torchdist_ref.backends.unusable import DestroyedBackend, MissingBackend
+from torchdist_ref.backends.unusable import (
+    DestroyedBackend,
+    InheritedBackend,
+    MissingBackend,
+    UnusableBackend,
+    inherit_store,
+)
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.errors import (
@@ -131,7 +137,8 @@ class ProcessGroup(CallsFromTorch):
 
     def destroy_backend(self) -> Backend:
         """Put a `DestroyedBackend` in place of the backend, and return the backend, which the caller closes."""
-        backend, self.backend = self.backend, DestroyedBackend(self.backend, self.group_desc)
+        backend = self.backend
+        self.backend = DestroyedBackend(backend.name, backend.recorder, self.group_desc)
         return backend
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -146,7 +153,7 @@ class ProcessGroup(CallsFromTorch):
             timeout: Longest wait for the other ranks. Default: the group's time-out.
             wait_all_ranks: Accepted for compatibility with torch.
         """
-        refuse_destroyed(self, "monitored_barrier")
+        refuse_unusable(self, "monitored_barrier")
         others = [rank for rank in range(self.size()) if rank != self._rank]
         with current().recorded("monitored_barrier", "", self.members, self):
             run_monitored_barrier(
@@ -201,12 +208,22 @@ def aborted_on_failure(backend: Backend, operation: str) -> Iterator[None]:
 
 
 def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
-    """Raise if the group was destroyed; for functions that submit nothing to its backend.
+    """Raise if the group was destroyed; for questions, which a forked child answers.
 
     Raises:
         DestroyedGroupError: It was destroyed.
     """
-    if isinstance(group.backend, DestroyedBackend):
+    if not isinstance(group.backend, InheritedBackend):
+        refuse_unusable(group, operation)
+
+
+def refuse_unusable(group: ProcessGroup, operation: str) -> None:
+    """Raise if the group cannot communicate; for functions that reach other ranks by other means than its backend.
+
+    Raises:
+        DestroyedGroupError: It was destroyed, or belongs to the process that forked this one.
+    """
+    if isinstance(group.backend, UnusableBackend):
         group.backend.refuse(operation)
 
 
@@ -220,6 +237,7 @@ class World:
     """All groups that one rank belongs to, and the store that they meet through.
 
     Attributes:
+        inherited: Whether the groups are those of the process that forked this one.
         default: The default group (all ranks), or None before initialization.
         store: The store given to or created by `init_process_group`.
         groups: All groups that this rank is in, oldest first.
@@ -240,6 +258,7 @@ class World:
 
     def reset(self) -> None:
         """Return to the state before initialization, without closing anything."""
+        self.inherited = False
         self.default: ProcessGroup | None = None
         self.store: Store | None = None
         self.groups: list[ProcessGroup] = []
@@ -251,6 +270,20 @@ class World:
         self.registration: Any = None
         self.store_calls = StoreCalls()
         self.failure = ""
+
+    def inherit(self) -> None:
+        """Become a forked child's copy of this world: its groups exist, and nothing here reaches the other ranks."""
+        if self.default is None:
+            # The parent was about to initialize, on another thread.
+            self.reset()
+            return
+        self.inherited, self.owns_store, self.leave_store = True, False, None
+        self.on_close, self.store_calls = [], StoreCalls()
+        for group in self.groups:
+            group.keys = None
+            inherit_store(group.store, group.backend)
+        if self.registration is not None:
+            self.registration.inherit()
 
     def recorded(
         self,
@@ -515,9 +548,8 @@ def _global_rank() -> int | None:
 
 
 def _after_fork() -> None:
-    # The groups themselves refuse every call.
-    _of_process.run_on_close()
-    _of_process.reset()
+    for world in {_of_process, current()}:
+        world.inherit()
 
 
 find_rank_with(_global_rank)

@@ -365,7 +365,7 @@ class Store:
         """Return another object for the same keys, with a time-out of its own, for use by another thread."""
         raise self._unsupported("clone")
 
-    def _unsupported(self, operation: str) -> NotImplementedError:
+    def _unsupported(self, operation: str) -> Exception:
         # torch raises NotImplementedError here, which its callers catch.
         return indexed(
             NotImplementedError(

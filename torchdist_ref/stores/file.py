@@ -73,6 +73,7 @@ class FileLog:
         self._lock = threading.Lock()
         self._closed = False
         self._reserve: int | None = None
+        self._locked_file: int | None = None
         close_copies_in_child(self)
 
     @contextmanager
@@ -93,7 +94,17 @@ class FileLog:
         return result
 
     def close_copies(self) -> None:
-        """Close a forked child's copy of the reserve."""
+        """Close a forked child's copies of the reserve, and of the file that another thread of the parent has open.
+
+        A lock of the file lasts until all copies of the descriptor that has it are closed.
+        """
+        self._lock = threading.Lock()
+        self._close_reserve()
+        if self._locked_file is not None:
+            os.close(self._locked_file)
+            self._locked_file = None
+
+    def _close_reserve(self) -> None:
         reserve, self._reserve = self._reserve, None
         if reserve is not None:
             os.close(reserve)
@@ -101,7 +112,7 @@ class FileLog:
     def release(self) -> None:
         """Give up the reserve for good."""
         self._closed = True
-        self.close_copies()
+        self._close_reserve()
 
     def close(self, world: int, deadline: Deadline) -> None:
         """Count one more object that has closed the file; the last of `world` objects removes it.
@@ -185,6 +196,7 @@ class FileLog:
             try:
                 yield descriptor
             finally:
+                self._locked_file = None
                 os.close(descriptor)
                 if self._reserve is None and not self._closed:
                     self._reserve = _reserved_descriptor()
@@ -197,6 +209,7 @@ class FileLog:
                 descriptor = self._open(flags)
             except OSError as error:
                 raise self._cannot_open(error) from error
+            self._locked_file = descriptor
             try:
                 self._check_kind(os.fstat(descriptor))
                 self._check_owner(os.fstat(descriptor))
@@ -204,9 +217,11 @@ class FileLog:
                 if os.fstat(descriptor).st_nlink:
                     return descriptor
             except BaseException:
+                self._locked_file = None
                 os.close(descriptor)
                 raise
             # The last user removed the file while this one waited for the lock.
+            self._locked_file = None
             os.close(descriptor)
 
     def _open(self, flags: int) -> int:
@@ -215,7 +230,7 @@ class FileLog:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or self._reserve is None:
                 raise
-        self.close_copies()
+        self._close_reserve()
         return self._open(flags)
 
     def _acquire_lock(self, descriptor: int, lock: int, deadline: Deadline) -> None:

@@ -147,6 +147,10 @@ class SealedStore(PrefixStore):
         """Return a store with the same session key over another store."""
         return SealedStore(store, self._session_key, self.authenticated)
 
+    def replace(self, store: Store) -> None:
+        """Put another store in place of the underlying one, for all who share this object."""
+        self._store = store
+
     def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
         operation = "set_on_disconnect"
         set_now = {each: self._seal(operation, each, text) for each, text in (now or {}).items()}

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchdist_ref import processes
+from torchdist_ref import groups, processes
 from torchdist_ref.errors import add_note, message_of
 from torchdist_ref.stores import FileStore, Store
 from torchdist_ref.testing import outcomes
@@ -204,6 +204,9 @@ def _set_up_child(files: RankFiles) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(files.dump, all_threads=True)
     processes.redirect_output(files.output.fileno())
+    if groups.is_initialized():
+        # The caller of `run` is a rank itself.
+        groups.destroy_process_group()
     # OpenMP's threads do not survive a fork: a second thread would be waited for without end.
     torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref_in_torch.members import members_met
-from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
+from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup, refuse_in_forked_child
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
@@ -31,6 +31,7 @@ def create(torchs_options: Any) -> RefProcessGroup:
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
     is_world = not o.global_ranks_in_group
     name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
+    refuse_in_forked_child(operation)
     timeout = from_torch(o.timeout)
     if timeout <= timedelta(0):
         raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout, rank=o.group_rank))

@@ -64,7 +64,7 @@ from torchdist_ref.backends.ref_in_torch.work import (
     reduction,
     require_dense_cpu,
 )
-from torchdist_ref.backends.unusable import DestroyedBackend, InheritedBackend, MissingBackend
+from torchdist_ref.backends.unusable import InheritedBackend, MissingBackend, UnusableBackend, never_release
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -84,6 +84,7 @@ from torchdist_ref.debug.flight_recorder import answer_requests
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
+    PicklingError,
     UnsupportedError,
     adopt_torch,
     explain,
@@ -135,7 +136,9 @@ def _is_small(requests: Sequence[Request]) -> bool:
 
 
 class CallsFromTorch(c10d.ProcessGroup):
-    """Process group of torch's type whose calls run on a backend of ours; in a forked child every call raises.
+    """Process group of torch's type whose calls run on a backend of ours.
+
+    In a forked child of its process, it answers questions as before, and every call raises.
 
     Args:
         rank: Group rank of this rank.
@@ -172,6 +175,23 @@ class CallsFromTorch(c10d.ProcessGroup):
     def pickles_objects(self) -> bool:
         """Whether ranks may unpickle what others send; else they exchange plain data."""
         return self.size() == 1 or may_unpickle(self.store)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied: a group consists of this process's connections and threads.
+
+        Raises:
+            PicklingError: Always.
+        """
+        raise PicklingError(
+            f"cannot pickle {type(self).__name__!r} object: group {self._shown_name!r} works in its own process only"
+            f"{on_rank()}. Send its ranks, from get_process_group_ranks, and create the group with new_group in the "
+            f"other process."
+        )
+
+    @property
+    def _shown_name(self) -> str:
+        """The name for messages: torch describes a group without a description as "undefined"."""
+        return self._name if self._description in ("", "undefined") else self._description
 
     # Facts that torch asks a group for. C++ and Python use different names for the same fact.
 
@@ -279,7 +299,7 @@ class CallsFromTorch(c10d.ProcessGroup):
     def _hooked(self, operation: str) -> HookedBackend:
         from torchdist_ref.backends.hooked import HookedBackend
 
-        if isinstance(self.backend, DestroyedBackend):
+        if isinstance(self.backend, UnusableBackend):
             self.backend.refuse(operation)
         if not isinstance(self.backend, HookedBackend):
             self.backend = HookedBackend(self.backend)
@@ -669,10 +689,25 @@ _groups: WeakSet[CallsFromTorch] = WeakSet()
 
 
 def _after_fork() -> None:
-    # The child has no backend threads, and must not use its parent's links: its call would be taken for the parent's.
     for group in list(_groups):
-        if not isinstance(group.backend, MissingBackend):
-            group.backend = InheritedBackend(group.backend, group.group_desc or group.group_name)
+        backend = group.backend
+        if not isinstance(backend, UnusableBackend):
+            never_release([backend])
+            rank = group.members[group.rank()]
+            group.backend = InheritedBackend(backend.name, backend.recorder, group._shown_name, rank)  # noqa: SLF001 - its class
+
+
+def refuse_in_forked_child(operation: str) -> None:
+    """Raise if torch's default group is one of ours, and belongs to the process that forked this one.
+
+    Raises:
+        DestroyedGroupError: It does.
+    """
+    default: Any = c10d.group.WORLD
+    for device in () if default is None else default._device_types:  # noqa: SLF001 - torch's
+        backend = getattr(torch_private.BACKEND_OF_GROUP.of(default)(device), "backend", None)
+        if isinstance(backend, InheritedBackend):
+            backend.refuse(operation)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -50,7 +50,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.member_failures import MemberFailures
 from torchdist_ref.recorder import END, Entry
-from torchdist_ref.work import Work
+from torchdist_ref.work import Work, refuse_inherited
 
 Tensors = Sequence[Tensor]
 # Records the end of a call, and returns the error that the caller gets.
@@ -124,6 +124,7 @@ class TorchWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """See `Work.wait`."""
         if not self._over:
+            refuse_inherited(self.name, self._forks)
             self._complete_after(lambda: self._wait_for_torch(timeout))
         return super().wait(timeout)
 
