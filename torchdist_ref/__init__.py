@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torchdist_ref.standard_streams import open_closed_streams as _open_closed_streams
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -246,5 +248,6 @@ if sys.platform != "linux":
         "backend 'ref' between processes does not.",
         stacklevel=2,
     )
+_open_closed_streams()
 _run("torch_paths", "install", "modules at torch's paths cannot be imported")
 _register_with_torch()

@@ -60,6 +60,7 @@ _MAX_PID = 2**22
 _MAX_WITNESS = 2**63 - 1
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
+_NO_PROC = "no-proc"
 _PRESENCE_CHECKS = 8
 """Ranks that one check of `Presence` looks for."""
 _WITNESS_SECONDS = 0.04
@@ -581,17 +582,31 @@ def both_sides(one: tuple[int, str], other: tuple[int, str]) -> str:
 def host_identity() -> str:
     """Return a text that is equal for two ranks if and only if they can share memory: same host, same namespaces.
 
-    ``TORCHDIST_REF_HOST_ID`` overrides it, which lets one machine play several hosts.
+    Processes find each other's memory under /proc. One that has no /proc, or that of another pid namespace, shares
+    memory with no other: its text is its own (see `has_no_proc`). ``TORCHDIST_REF_HOST_ID`` overrides the text, which
+    lets one machine play several hosts.
     """
     override = os.environ.get("TORCHDIST_REF_HOST_ID")
     if override is not None:
         return override
     try:
-        return "/".join([_boot_id(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return "/".join([_boot_id(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
-        return os.uname().nodename
+    return f"{os.uname().nodename}/{_NO_PROC}/{_random_identity(os.getpid())}"
+
+
+def has_no_proc(identity: str) -> bool:
+    """Return whether a text of `host_identity` is that of a process without a /proc of its pid namespace."""
+    return f"/{_NO_PROC}/" in identity
+
+
+@cache
+def _random_identity(pid: int) -> str:
+    """Return a text of this process alone; a forked child has another one."""
+    return os.urandom(16).hex()
 
 
 @cache

@@ -67,6 +67,7 @@ PARTS = (
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
     Part("forks", "0 core types", torch=NEVER),
+    Part("standard_streams", "0 core types", torch=NEVER),
     Part("living_objects", "0 core types", torch=NEVER),
     Part("witness", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),

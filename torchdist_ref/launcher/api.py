@@ -215,7 +215,7 @@ def run_job(
         with LocalWorkers(settings, log) as workers:
             run = _run_with_restarts if config.max_nodes == 1 else _run_with_other_hosts
             outcome = run(workers, config, log)
-            report.end(outcome, time.monotonic() - began)
+            report.end(outcome, time.monotonic() - began, log)
             on_end(outcome)
     except (OSError, RuntimeError, MemoryError) as error:
         if not (advice := advice_on_limit(error)) and not isinstance(error, BlockingIOError):

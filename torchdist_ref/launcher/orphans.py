@@ -151,10 +151,11 @@ def _watch(launcher: int, mark: str, folder: str) -> None:
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
+    # First, since it may be one of the standard streams that the program has closed.
+    os.dup2(launcher, 3)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.dup2(launcher, 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
     poll = select.poll()
     poll.register(3, select.POLLIN)
@@ -168,7 +169,9 @@ def _watch(launcher: int, mark: str, folder: str) -> None:
 
 
 def _all() -> Iterator[int]:
-    return (int(entry) for entry in os.listdir(_PROC) if entry.isdecimal())
+    # A sandbox may have no /proc.
+    entries = os.listdir(_PROC) if _PROC.exists() else []
+    return (int(entry) for entry in entries if entry.isdecimal())
 
 
 def _parent(pid: int) -> int:

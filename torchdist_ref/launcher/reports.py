@@ -8,6 +8,7 @@ imported torch's module itself. Names and fields are those of torch's agent. Do 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from torchdist_ref.launcher.local_workers import Exit, Outcome
 _EVENTS, _METRICS = "torch.distributed.elastic.events", "torch.distributed.elastic.metrics"
 
 
-def recorder(handler: str) -> Callable[[str, str, dict[str, Any]], None]:
-    """Return the function that records an event: its name, its source and its metadata.
+def recorder(handler: str) -> Callable[[str, str, dict[str, Any]], None] | None:
+    """Return the function that records an event: its name, its source and its metadata. None for ``"null"``.
 
     Args:
         handler: Name of a handler of torch's events.
@@ -32,7 +33,7 @@ def recorder(handler: str) -> Callable[[str, str, dict[str, Any]], None]:
         ArgumentError: There is no such handler.
     """
     if handler == "null":
-        return lambda name, source, metadata: None
+        return None
     try:
         events = import_module(_EVENTS)
         events.get_logging_handler(handler)
@@ -64,21 +65,38 @@ class LaunchReport:
         self._config, self._name = config, name
         self._record = recorder(config.event_log_handler)
 
-    def end(self, outcome: Outcome, seconds: float) -> None:
+    def end(self, outcome: Outcome, seconds: float, log: Callable[[str], None]) -> None:
         """Report the end: an event of each worker and one of the agent, and the agent's metrics.
+
+        The workers have ended, so a report that fails changes nothing about the job: it is only logged.
 
         Args:
             outcome: Outcome of the last attempt.
             seconds: Duration of the launch.
+            log: Function that receives a line about what a handler raises.
         """
-        record = partial(self._event, outcome, int(seconds))
-        for worker in outcome.exits:
-            record(_state(worker, outcome), worker)
-        record("FAILED" if outcome.signal else "SUCCEEDED", None)
+        try:
+            self._report(outcome, seconds)
+        except Exception as error:
+            log(f"the end of the job could not be reported: {error!r}")
+
+    def _report(self, outcome: Outcome, seconds: float) -> None:
+        if self._record is not None:
+            record = partial(self._event, self._record, outcome, int(seconds))
+            for worker in outcome.exits:
+                record(_state(worker, outcome), worker)
+            record("FAILED" if outcome.signal else "SUCCEEDED", None)
         if not outcome.signal:
             self._metrics(bool(outcome.code), outcome.restarts)
 
-    def _event(self, outcome: Outcome, seconds: int, state: str, worker: Exit | None) -> None:
+    def _event(
+        self,
+        record: Callable[[str, str, dict[str, Any]], None],
+        outcome: Outcome,
+        seconds: int,
+        state: str,
+        worker: Exit | None,
+    ) -> None:
         assignment = outcome.assignment
         more: dict[str, Any] = {"group_world_size": assignment and assignment.group_world_size}
         more["entry_point"] = self._name
@@ -94,7 +112,7 @@ class LaunchReport:
             "group_rank": assignment and assignment.group_rank,
             "worker_id": str(worker.pid) if worker else None,
             "role": self._config.role,
-            "hostname": socket.getfqdn(),
+            "hostname": _host_name(),
             "state": state,
             "total_run_time": seconds,
             "rdzv_backend": self._config.rdzv_backend,
@@ -103,7 +121,7 @@ class LaunchReport:
             "agent_restarts": outcome.restarts,
             "duration_ms": None,
         }
-        self._record(f"torchelastic.worker.status.{state}", "WORKER" if worker else "AGENT", metadata)
+        record(f"torchelastic.worker.status.{state}", "WORKER" if worker else "AGENT", metadata)
 
     def _metrics(self, failed: bool, restarts: int) -> None:
         module = sys.modules.get(_METRICS)
@@ -124,6 +142,14 @@ def _state(worker: Exit, outcome: Outcome) -> str:
         return "SUCCEEDED"
     # The agent has ended the others.
     return "FAILED" if worker is outcome.first_failure else "TERMINATED"
+
+
+def _host_name() -> str:
+    try:
+        return socket.getfqdn()
+    except (OSError, UnicodeError):
+        # A host may be named as DNS does not allow it, with 64 characters for instance.
+        return os.uname().nodename
 
 
 def _content(path: str) -> str:

@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import NamedTuple
 
 from torchdist_ref.errors import RankStalledError, StoreTimeoutError, rank_names
-from torchdist_ref.liveness import MemberWatch, host_identity
+from torchdist_ref.liveness import MemberWatch, has_no_proc, host_identity
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, tcp, threads
 from torchdist_ref.transports.link import Link
@@ -131,9 +132,20 @@ def _connect_shared_memory(group: GroupEndpoints) -> Link:
 
 def _connect_tcp(group: GroupEndpoints) -> Link:
     hosts = [endpoint.host for endpoint in group.endpoints]
-    if group.rank == 0:
+    if group.rank == 0 and any(has_no_proc(host.decode()) for host in hosts):
+        _warn_without_proc()
+    elif group.rank == 0:
         log.info("group %r spans %s: shared memory within each, TCP between them", group.name, _describe(set(hosts)))
     return tcp.connect(group.store, group.rank, group.members, group.name, group.timeout, hosts, group.watch)
+
+
+@cache
+def _warn_without_proc() -> None:
+    """Log once that ranks of one host communicate by TCP, and why."""
+    log.warning(
+        "some ranks have no /proc of their pid namespace, as in a sandbox, so they cannot find the memory of others: "
+        "ranks of one host communicate by TCP too, which is slower. Mount /proc for shared memory."
+    )
 
 
 TRANSPORTS: Mapping[str, Transport] = {
