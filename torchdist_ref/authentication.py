@@ -47,9 +47,10 @@ from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTim
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
+from torchdist_ref.stores.addresses import is_loopback
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, innermost, message_code
-from torchdist_ref.stores.sockets import TRUST_NETWORK, is_loopback, trusts_network
+from torchdist_ref.stores.sockets import TRUST_NETWORK, trusts_network
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
 
 SECRET, SECRET_FILE = "TORCHDIST_REF_TOKEN", "TORCHDIST_REF_TOKEN_FILE"

@@ -61,6 +61,8 @@ from torchdist_ref.liveness import (
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
+from torchdist_ref.stores.sealed import innermost
+from torchdist_ref.stores.tcp.store import advice_on_loopback
 from torchdist_ref.timeouts import CHECK_SECONDS, STORE_TIMEOUT, Deadline, LongWait
 
 log = logging.getLogger("torchdist_ref.groups")
@@ -269,7 +271,7 @@ class Meeting:
     def _stalled(self, absent: Sequence[int] = (0,)) -> RankStalledError:
         return RankStalledError(
             f"{self._operation} on rank {self._members[self.rank]}: {rank_names(absent, self._members)} of {self.size} "
-            f"did not join in time. Every rank has to call it."
+            f"did not join in time. Every rank has to call it.{advice_on_loopback(innermost(self._whole))}"
         )
 
     # Rank 0

@@ -26,6 +26,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from torchdist_ref.errors import ArgumentTypeError, DistNetworkError, RendezvousError, explain, indexed
 from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
+from torchdist_ref.stores.addresses import parse_endpoint, parse_host
 from torchdist_ref.timeouts import GROUP_TIMEOUT
 
 logger = logging.getLogger("torchdist_ref.stores")
@@ -33,6 +34,7 @@ logger = logging.getLogger("torchdist_ref.stores")
 RendezvousResult = Iterator[tuple[Store, int, int]]
 Handler = Callable[..., RendezvousResult]
 
+_NO_PORT = -1
 WINDOWS_DRIVE = re.compile(r"^/?([A-Za-z]:)[/\\]")
 
 _handlers: dict[str, Handler] = {}
@@ -87,7 +89,10 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
         RuntimeError: the scheme has no handler.
     """
     _check_kinds(url, rank, world_size)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise RendezvousError(f"Error initializing torch.distributed: {url!r} is no URL: {error}.") from None
     query = _query(parts)
     if (rank != -1 or world_size != -1) and query.keys() & {"rank", "world_size"}:
         raise RepeatedArgumentError(
@@ -225,13 +230,11 @@ def _tcp(
     url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, serve: bool = True, **_: Any
 ) -> RendezvousResult:
     parts = urlsplit(url)
-    port = _port_of(parts)
-    if not parts.hostname:
-        raise _wrong("tcp", f"host name missing in {url!r}")
-    if _is_multicast(parts.hostname):
-        raise _wrong("tcp", f"{parts.hostname} is a multicast address. Use an address of rank 0's host")
+    host, port = _endpoint(parts)
+    if _is_multicast(host):
+        raise _wrong("tcp", f"{host} is a multicast address. Use an address of rank 0's host")
     rank, world_size = _rank_from_query("tcp", _query(parts))
-    store = _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout, wait_for_workers, serve)
+    store = _make_tcp_store("tcp", host, port, rank, world_size, timeout, wait_for_workers, serve)
     yield store, rank, world_size
     raise indexed(RuntimeError("Unable to perform re-rendezvous using tcp:// method"))
 
@@ -244,14 +247,18 @@ def _is_multicast(host: str) -> bool:
         return False
 
 
-def _port_of(parts: SplitResult) -> int:
+def _endpoint(parts: SplitResult) -> tuple[str, int]:
+    """Return host and port of a URL."""
+    text = parts.netloc.rpartition("@")[2]
+    if text[:1] in ("", ":") and text.count(":") < 2:
+        raise _wrong("tcp", f"host name missing in {parts.geturl()!r}")
     try:
-        port = parts.port
+        host, port = parse_endpoint(text, _NO_PORT)
     except ValueError as error:
-        raise _wrong("tcp", f"port in {parts.netloc!r} is wrong: {error}") from None
-    if port is None:
-        raise _wrong("tcp", f"port number missing in {parts.netloc!r}; write tcp://host:port")
-    return port
+        raise _wrong("tcp", f"host or port in {text!r} is wrong: {error}") from None
+    if port == _NO_PORT:
+        raise _wrong("tcp", f"port number missing in {text!r}; write tcp://host:port")
+    return host, port
 
 
 def _env(
@@ -260,7 +267,12 @@ def _env(
     query = _query(urlsplit(url))
     rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
     _check_rank("env", rank, world_size)
-    host = _variable("MASTER_ADDR")
+    given = _variable("MASTER_ADDR")
+    try:
+        host = parse_host(given)
+    except ValueError as error:
+        expected = "environment variable MASTER_ADDR must be a host name or an address"
+        raise _wrong("env", f"{expected}, got {given!r}: {error}") from None
     port = _integer("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
     yield _make_tcp_store("env", host, port, rank, world_size, timeout, wait_for_workers, serve), rank, world_size
     raise indexed(RuntimeError("Unable to perform re-rendezvous using env:// method"))

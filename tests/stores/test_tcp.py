@@ -26,7 +26,7 @@ from tests.stores.store_model import machine
 from tests.torch_versions import needs_torch
 from torchdist_ref import timeouts
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
-from torchdist_ref.stores import TCPStore, sockets
+from torchdist_ref.stores import TCPStore, addresses, sockets
 from torchdist_ref.stores.tcp import client as client_module
 from torchdist_ref.stores.tcp import server as server_module
 from torchdist_ref.testing.store_contract import check_store
@@ -447,10 +447,10 @@ def test_connection_refused_until_the_timeout() -> None:
 
 
 def test_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(host: str, port: int) -> list[sockets.Address]:
+    def unknown(host: str, port: int) -> list[addresses.Address]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(sockets, "look_up", unknown)
+    monkeypatch.setattr(addresses, "look_up", unknown)
     for is_master in (False, True):
         with pytest.raises(DistNetworkError, match=r"'node0' did not resolve to an address.*Name or service not known"):
             TCPStore("node0", 29500, is_master=is_master, timeout=timedelta(seconds=0.1))
@@ -465,7 +465,7 @@ def test_no_time_to_connect_is_an_error_though_the_server_is_quick(our_port: int
 
 def test_resolver_that_does_not_respond_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
-    monkeypatch.setattr(sockets, "look_up", lambda host, port: over.wait() and [])
+    monkeypatch.setattr(addresses, "look_up", lambda host, port: over.wait() and [])
     start = time.monotonic()
     with pytest.raises(DistNetworkError, match=r"'node0' did not resolve .*the resolver did not respond in time"):
         TCPStore("node0", 29500, timeout=timedelta(seconds=0.2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import random
 import resource
@@ -23,7 +24,7 @@ from tests.descriptors import use_all_descriptors
 from tests.stores.store_helpers import LossyRelay, in_child
 from torchdist_ref import forks
 from torchdist_ref.errors import ArgumentError, DistNetworkError, DistStoreError
-from torchdist_ref.stores import TCPStore, sockets
+from torchdist_ref.stores import TCPStore, addresses, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
@@ -400,11 +401,21 @@ def test_a_client_without_memory_to_ask_whose_the_server_is_says_so(
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "myself.example"])
-def test_a_store_listens_on_no_other_interface_than_asked(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sockets.look_up
-    monkeypatch.setattr(sockets, "look_up", lambda name, port: real("127.0.1.1" if "example" in name else name, port))
-    with pytest.raises(DistNetworkError, match=r"cannot listen on the interface that was asked for.*use 127\.0\.0\.1"):
-        sockets.listen(host, 0, Deadline(5.0))
+def test_a_store_listens_on_no_other_interface_than_asked(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An address that no interface has is an error; a name that /etc/hosts maps to loopback means loopback alone."""
+    real = addresses.look_up
+    monkeypatch.setattr(addresses, "look_up", lambda name, port: real("127.0.1.1" if "example" in name else name, port))
+    caplog.set_level(logging.INFO)
+    if host == "192.0.2.1":
+        with pytest.raises(DistNetworkError, match=r"cannot listen on the interface that was asked for.*use 127\.0\.0"):
+            sockets.listen(host, 0, Deadline(5.0))
+    else:
+        [listener] = sockets.listen(host, 0, Deadline(5.0))
+        assert listener.getsockname()[0] == "127.0.1.1"
+        listener.close()
+        assert "'myself.example' is 127.0.1.1 on this host, which only this host reaches" in caplog.text
     monkeypatch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")
     for listener in sockets.listen(host, 0, Deadline(5.0)):
         assert listener.getsockname()[0] in ("::", "0.0.0.0")

@@ -371,5 +371,5 @@ def test_a_rank_without_descriptors_does_not_blame_the_network(monkeypatch: pyte
 
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(OSError, match="Too many open files") as caught:
-        tcp._connect_to("192.0.2.1 1", bytes(32), 1, 0, time.monotonic() + 1, None)
+        tcp._connect_to("192.0.2.1 1", "", bytes(32), 1, 0, time.monotonic() + 1, None)
     assert not isinstance(caught.value, DistNetworkError)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError, explain
 from torchdist_ref.stores import Store, TCPStore
+from torchdist_ref.stores.addresses import is_local, look_up
 
 __all__ = [
     "barrier",
@@ -93,18 +94,19 @@ def get_socket_with_port() -> socket.socket:
         ``MPI_Open_port`` in MPI; ``ncclGetUniqueId`` in NCCL opens a port of its own; none in JAX, whose caller chooses
         the port.
     """
-    failure: OSError | None = None
-    for family, kind, protocol, _, _ in socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM):
-        held = socket.socket(family, kind, protocol)
+    try:
+        found = look_up("localhost", 0)
+        family, where = next((address for address in found if is_local(address)), found[0])
+        held = socket.socket(family, socket.SOCK_STREAM)
         try:
-            held.bind(("localhost", 0))
+            held.bind(where)
             held.listen(0)
-        except OSError as error:
+        except BaseException:
             held.close()
-            failure = error
-        else:
-            return held
-    raise DistNetworkError(f"get_socket_with_port: no free port on localhost could be opened: {failure}.")
+            raise
+        return held
+    except OSError as error:
+        raise DistNetworkError(f"get_socket_with_port: no free port on localhost could be opened: {error}.") from error
 
 
 class macros:

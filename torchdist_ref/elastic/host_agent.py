@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torchdist_ref import failure_record
 from torchdist_ref.authentication import CURES, SECRET_FILE, job_secret
@@ -36,9 +36,10 @@ from torchdist_ref.launcher.environment import Assignment
 from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.processes import describe_exit, signal_name
 from torchdist_ref.stores import TCPStore
-from torchdist_ref.stores.sockets import is_loopback, look_up
+from torchdist_ref.stores.addresses import is_loopback, local_ends, parse_endpoint, parse_host
 from torchdist_ref.timeouts import Deadline
 
+T = TypeVar("T")
 BAD_INPUT_CODE = 2
 _PORT = 29400
 _CONNECT_SECONDS = 0.5
@@ -49,6 +50,8 @@ _RETRY_SECONDS = 0.2
 # Characters of a traceback that all hosts receive; the last ones name the error.
 _MAX_STACK = 20_000
 _ENDPOINT_CURE = "Check --rdzv-endpoint or --master-addr, and that the launcher runs there and no firewall is between."
+
+_LOOPBACK_CURE = "For other hosts, give an address of the first host in --rdzv-endpoint or --master-addr."
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,7 @@ def agent_settings(
     """
     if backend not in ("c10d", "static"):
         raise ArgumentError(f"--rdzv-backend {backend!r} is not available; give c10d, or static with --node-rank.")
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or host.endswith(":"):
-        host, port = endpoint, str(_PORT)
+    host, port = _parsed("--rdzv-endpoint", endpoint, lambda text: parse_endpoint(text, _PORT))
     is_static = backend == "static"
     node_rank = _number(options, "rank", 0) if is_static else -1
     join = _number(options, "timeout", 900.0) if is_static else _number(options, "join_timeout", rules.join_seconds)
@@ -122,15 +123,22 @@ def agent_settings(
         serves = str(is_host).lower() in ("1", "true", "t", "yes", "y")
     return AgentSettings(
         replace(rules, join_seconds=float(join), last_call_seconds=float(last_call)),
-        host.strip("[]"),
-        int(port),
+        host,
+        port,
         workers,
         int(node_rank),
         serves,
         role,
-        local_addr or "",
+        _parsed("--local-addr", local_addr, parse_host) if local_addr else "",
         job_secret(),
     )
+
+
+def _parsed(option: str, text: str, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ArgumentError(f"{option} {text!r}: {error}.") from None
 
 
 def _number(options: Mapping[str, Any], name: str, default: float) -> float:
@@ -292,7 +300,7 @@ class _HostAgent:
         """Serve the rendezvous if that is this host's part, and join it."""
         settings = self._settings
         if settings is self._given and (store := self._serve()) is not None:
-            self._log_trust()
+            self._log_reach()
             info = self._describe(settings.host)
             roster = Roster(settings.rules, time.monotonic(), info.key)
             self._coordinator = AgentCoordinator(store, roster, settings.secret, settings.host, info.key)
@@ -401,20 +409,23 @@ class _HostAgent:
     def _address(self) -> str:
         """Return the address of this host at which the others reach it."""
         if not self._own_address:
-            self._own_address = self._address_of_route()
+            _, self._own_address = next(local_ends(self._settings.host), (0, ""))
+        if not self._own_address:
+            raise CoordinatorLost(f"{self._name} has no route to {self._settings.host}, or cannot resolve it", False)
         return self._own_address
 
-    def _address_of_route(self) -> str:
-        for family, where in look_up(self._settings.host, self._settings.port):
-            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # No packet is sent: the kernel only looks up the route.
-                probe.connect(where)
-                return str(probe.getsockname()[0])
-        return socket.gethostname()
+    @property
+    def _is_on_loopback(self) -> bool:
+        """Whether only this host reaches the address that it was given, which may be a name that /etc/hosts maps so."""
+        return is_loopback(self._given.host) or (not self._given.local_addr and is_loopback(self._address()))
 
-    def _log_trust(self) -> None:
-        if not self._settings.secret and not is_loopback(self._settings.host):
-            self._log(f"without a job token, whoever reaches {self._settings.host} can join this job. {CURES}")
+    def _log_reach(self) -> None:
+        host = self._settings.host
+        if not self._is_on_loopback:
+            if not self._settings.secret:
+                self._log(f"without a job token, whoever reaches {host} can join this job. {CURES}")
+        elif not is_loopback(host):
+            self._log(f"{host} is a loopback address here, which only this host reaches. {_LOOPBACK_CURE}")
 
     # Attempts
 
@@ -433,8 +444,8 @@ class _HostAgent:
                 failure = message.get("failure") or {}
                 is_own = failure.get("key") == self._key
                 text = message["text"]
-                if message.get("alone") and is_loopback(self._given.host):
-                    text += f" Only this host reaches {self._given.host}: give an address of the first host."
+                if message.get("alone") and self._is_on_loopback:
+                    text += f" Only this host reaches {self._given.host}. {_LOOPBACK_CURE}"
                 return JobEnd(message["code"], text, self._outcome, failure, is_own)
             elif kind == "moved":
                 raise CoordinatorMoved(message["host"], message["port"])

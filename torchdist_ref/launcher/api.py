@@ -19,7 +19,7 @@ from typing import Any
 
 from torchdist_ref.authentication import new_secret
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankDiedError, advice_on_limit, explain
-from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, Job, job_store
+from torchdist_ref.launcher.environment import LOCALHOST, Assignment, Job, job_store
 from torchdist_ref.launcher.local_workers import (
     DEFAULT_SIGNALS,
     SHUTDOWN_SECONDS,
@@ -29,6 +29,7 @@ from torchdist_ref.launcher.local_workers import (
     binding,
 )
 from torchdist_ref.launcher.reports import LaunchReport
+from torchdist_ref.stores.addresses import loopback_address, parse_endpoint, parse_host
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -253,12 +254,12 @@ def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callabl
     with an empty store. State that they have not saved is lost.
     """
     ranks = range(config.nproc_per_node)
-    host, _, port = config.rdzv_endpoint.rpartition(":")
-    host = config.local_addr or (STORE_ADDRESS if host in ("", "localhost") else host.strip("[]"))
+    host, port = parse_endpoint(config.rdzv_endpoint or LOCALHOST, 0)
+    host = parse_host(config.local_addr) if config.local_addr else loopback_address() if host == LOCALHOST else host
     for restarts in range(config.max_restarts + 1):
         if restarts:
             log(f"restarting all ranks ({restarts} of {config.max_restarts})")
-        with job_store(int(port or 0), host) as chosen:
+        with job_store(port, host) as chosen:
             assignment = Assignment(ranks, len(ranks), host, chosen, restart_count=restarts, secret=new_secret())
             outcome = workers.run(assignment)
         if outcome.first_failure is None:
@@ -323,10 +324,12 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
     if config.logs_specs is not None and not hasattr(config.logs_specs, "reify"):
         expected = "a LogsSpecs or None"
         raise ArgumentTypeError(explain("launch_agent", "config.logs_specs", expected, config.logs_specs))
-    port = config.rdzv_endpoint.rpartition(":")[2] if ":" in config.rdzv_endpoint else "0"
-    if not port.isdecimal() or int(port) > 65535:
-        expected = "HOST:PORT with a port from 0 to 65535"
-        raise ArgumentError(explain("launch_agent", "config.rdzv_endpoint", expected, config.rdzv_endpoint))
+    try:
+        parse_endpoint(config.rdzv_endpoint or LOCALHOST, 0)
+    except ValueError as error:
+        expected, hint = "HOST:PORT with a port from 0 to 65535", f"The reason: {error}."
+        endpoint = config.rdzv_endpoint
+        raise ArgumentError(explain("launch_agent", "config.rdzv_endpoint", expected, endpoint, hint=hint)) from None
 
 
 def _raise(outcome: Outcome, name: str) -> None:

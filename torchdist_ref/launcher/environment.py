@@ -15,7 +15,7 @@ from torchdist_ref.authentication import SECRET
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.tcp.server import TCPServer
 
-STORE_ADDRESS = "127.0.0.1"
+LOCALHOST = "localhost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def one_device(environment: Mapping[str, str], local_rank: int) -> dict[str, str
 
 
 @contextlib.contextmanager
-def job_store(port: int, host: str = STORE_ADDRESS) -> Iterator[int]:
+def job_store(port: int, host: str) -> Iterator[int]:
     """Serve the ranks' store until the end of the block; the launcher itself is no client of it.
 
     Args:

@@ -18,9 +18,11 @@ from typing import Any, NoReturn
 from torchdist_ref.errors import ArgumentError, BackendArgumentError
 from torchdist_ref.launcher import devices
 from torchdist_ref.launcher.api import LaunchConfig
+from torchdist_ref.launcher.environment import LOCALHOST
 from torchdist_ref.launcher.local_workers import DEFAULT_SIGNALS, parse_signals
 from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, Std
 from torchdist_ref.launcher.target import run_script_path, target_error
+from torchdist_ref.stores.addresses import parse_endpoint, parse_host, parse_port
 
 _PROGRAMS = {"torchdist-run": "torchdist-run", "torchdist_ref.run": "python -m torchdist_ref.run"}
 MASTER_PORT = 29500
@@ -132,13 +134,15 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
 def _add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
     add = _Adder(parser, "address and rendezvous")
     text = "address of the first host, for static rendezvous (default: 127.0.0.1)"
-    add.value("--master-addr", default="127.0.0.1", metavar="ADDRESS", help=text)
+    add.value("--master-addr", kind=_host, default="127.0.0.1", metavar="ADDRESS", help=text)
     text = "port of the store on the first host (default: a free one on one host, else 29500)"
     add.value("--master-port", kind=_port, metavar="PORT", help=text)
-    add.value("--local-addr", metavar="ADDRESS", help="address of this host for the others (default: looked up)")
+    add.value(
+        "--local-addr", kind=_host, metavar="ADDRESS", help="address of this host for the others (default: looked up)"
+    )
     text = "static (host ranks are given) or c10d (hosts join and leave) (default: static)"
     add.value("--rdzv-backend", default="static", metavar="NAME", help=text)
-    add.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the hosts meet")
+    add.value("--rdzv-endpoint", kind=_endpoint, default="", metavar="HOST:PORT", help="where the hosts meet")
     add.value("--rdzv-id", default="none", metavar="ID", help="name of the job (default: none)")
     add.value("--rdzv-conf", default="", metavar="K=V,...", help="further options of the rendezvous")
     add.flag("--standalone", help="one host, a free port and a new job name, whatever other options say")
@@ -386,7 +390,7 @@ def _nodes(text: str) -> str:
 
 
 def _number(text: str) -> int:
-    if not text.isdecimal():
+    if not text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, got {text!r}")
     return int(text)
 
@@ -402,9 +406,28 @@ def _seconds(text: str) -> float:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port number from 0 to 65535 (0: any free one), got {text!r}")
-    return int(text)
+    try:
+        return parse_port(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a port number from 0 to 65535 (0: any free one), got {text!r}"
+        ) from None
+
+
+def _host(text: str) -> str:
+    try:
+        parse_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a host name or an address, got {text!r}: {error}") from None
+    return text.strip()
+
+
+def _endpoint(text: str) -> str:
+    try:
+        parse_endpoint(text.strip() or LOCALHOST, 0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}: {error}") from None
+    return text.strip()
 
 
 def _one_of(*values: str) -> Callable[[str], str]:

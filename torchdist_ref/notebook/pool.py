@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, rank_environment
+from torchdist_ref.launcher.environment import Assignment, rank_environment
 from torchdist_ref.notebook.display import BACKEND
 from torchdist_ref.notebook.output import Item, RankOrder
 from torchdist_ref.notebook.rank import CELL
@@ -23,6 +23,7 @@ from torchdist_ref.notebook.request import Progress, RankRequest
 from torchdist_ref.notebook.server import RankConnection, RankServer
 from torchdist_ref.processes import describe_exit, name_ranks
 from torchdist_ref.stores import TCPStore
+from torchdist_ref.stores.addresses import loopback_address
 
 # Time that the other ranks have after one has failed.
 _GRACE_SECONDS = 10.0
@@ -175,14 +176,14 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        self._store = TCPStore(STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        self._store = store = TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
-            self._connections.append(self._server.start_rank(rank, self._environment(rank, self._store.port)))
+            self._connections.append(self._server.start_rank(rank, self._environment(rank, store)))
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, store: TCPStore) -> dict[str, str]:
         defaults = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         # The kernel's own MPLBACKEND displays figures in the kernel.
-        assignment = Assignment(range(self.world_size), self.world_size, STORE_ADDRESS, port)
+        assignment = Assignment(range(self.world_size), self.world_size, store.host, store.port)
         return defaults | rank_environment(assignment, rank) | {"MPLBACKEND": BACKEND}
 
     def _request(

@@ -1,8 +1,9 @@
-"""Sockets: resolving names, listening, connecting before a deadline, and polling many descriptors.
+"""Sockets: listening, connecting before a deadline, and polling many descriptors.
 
 A store listens on the addresses that it is asked for, while torch listens on every interface. A host name that the
-hosts file maps to loopback, or an address that no interface has, would need another interface than the one asked for:
-that is an error, unless the user trusts the network. On loopback, the kernel knows the users at both ends.
+hosts file maps to loopback, as Debian does with a host's own name, means loopback, which only this host reaches. An
+address that no interface has would need another interface than the one asked for: that is an error. If the user trusts
+the network, the store listens on every interface in both cases. On loopback, the kernel knows the users at both ends.
 
 A server polls with the kernel's `epoll` if there is one, else with `selectors`. `selectors` looks up and wraps each
 event in Python, which costs a server of small requests a tenth of its time. Do not add a protocol here.
@@ -11,30 +12,33 @@ event in Python, which costs a server of small requests a tenth of its time. Do 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import select
 import selectors
 import socket
 import struct
-import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from functools import lru_cache
+from time import monotonic
 from typing import Any, Protocol
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, explain
+from torchdist_ref.stores.addresses import Address, is_local, is_loopback, resolve
 from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 Peer = tuple[socket.socket, tuple[Any, ...]]
 Ends = tuple[tuple[Any, ...], tuple[Any, ...] | None]
 BACKLOG = 4096
 TRUST_NETWORK = "TORCHDIST_REF_TRUST_NETWORK"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a process or host without descriptors or memory."""
+_NEXT_SECONDS, _SILENT_SECONDS = 0.25, 2.0
+"""Time from the attempt to connect to one address to that to the next one (RFC 8305, 5), and time that an address has
+to respond once another one has refused."""
 
 # Constants of linux/netlink.h, sock_diag.h and inet_diag.h: a request with its two headers; kind and error code of a
 # reply; `idiag_state`, `idiag_uid` and `idiag_inode`.
@@ -45,85 +49,110 @@ _CONNECTED, _OPENED, _LISTENING = 1, (1, 3), 10
 _CLOSED, _UNACCEPTED, _UNASKED = -1, -2, -3
 
 
-@lru_cache
-def is_loopback(host: str) -> bool:
-    """Return whether the text itself means loopback, without resolving it."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
-    # A socket of both families sees IPv4 addresses as parts of IPv6 ones.
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+class _Attempts:
+    """Attempts to connect to the addresses of a host, which overlap where an address does not respond.
 
-
-def look_up(host: str, port: int) -> list[Address]:
-    """Return the addresses of a name. The system's resolver may block for any time."""
-    # As bytes where possible: for text, Python imports its codec for international names first.
-    found = socket.getaddrinfo(host.encode() if host.isascii() else host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-
-
-def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
-    """Return the addresses of a name before the deadline.
-
-    Raises:
-        socket.gaierror: the name has no address, or the resolver did not respond in time.
+    Args:
+        addresses: The addresses, in the order of preference.
     """
-    if is_loopback(host) or host.replace(".", "").isdigit():
-        return look_up(host, port)
-    # The resolver cannot be interrupted, so it runs on another thread, which is abandoned if it takes too long.
-    results: list[list[Address] | OSError] = []
-    done = threading.Event()
-    threading.Thread(target=_look_up_into, args=(results, done, host, port), daemon=True).start()
-    while not done.wait(deadline.sleep_seconds()):
-        if deadline.passed():
-            raise socket.gaierror(socket.EAI_AGAIN, "the resolver did not respond in time")
-    if isinstance(results[0], OSError):
-        raise results[0]
-    return results[0]
 
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self._untried = deque(addresses)
+        self._pending: dict[int, tuple[socket.socket, Address]] = {}
+        self._failures: list[tuple[Address, OSError]] = []
+        self._next = 0.0
+        self._poll = select.poll()
 
-def _look_up_into(results: list[list[Address] | OSError], done: threading.Event, host: str, port: int) -> None:
-    try:
-        results.append(look_up(host, port))
-    except OSError as error:
-        results.append(error)
-    except UnicodeError as error:
-        results.append(socket.gaierror(socket.EAI_NONAME, f"no name: {error}"))
-    done.set()
+    def connected(self, deadline: Deadline) -> socket.socket:
+        """Return the socket that is connected first.
 
+        Raises:
+            OSError: No address accepts, or (TimeoutError) none responds before the deadline.
+        """
+        while True:
+            if self._untried and (not self._pending or monotonic() >= self._next):
+                self._begin(self._untried.popleft())
+            if not self._pending and not self._untried:
+                raise self._failure()
+            for descriptor, _ in self._poll.poll(self._seconds(deadline) * 1000):
+                if (sock := self._end(descriptor)) is not None:
+                    return sock
+            is_late = not self._untried and self._failures and monotonic() >= self._next
+            if self._pending and (deadline.passed() or is_late):
+                silent = TimeoutError(errno.ETIMEDOUT, "no response to the attempt to connect")
+                self._failures[:0] = [(address, silent) for _, address in self._pending.values()]
+                raise self._failure()
 
-def connect(address: Address, deadline: Deadline) -> socket.socket:
-    """Return a connected, non-blocking socket without Nagle's delay.
+    def close(self) -> None:
+        """Close the sockets of the other attempts."""
+        for sock, _ in self._pending.values():
+            sock.close()
 
-    Raises:
-        OSError: the address is unreachable or refuses, or (TimeoutError) does not respond before the deadline.
-    """
-    family, where = address
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        _finish_connecting(connection, connection.connect_ex(where), deadline)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if connection.getsockname() == connection.getpeername():
+    def _begin(self, address: Address) -> None:
+        family, where = address
+        self._next = monotonic() + (_NEXT_SECONDS if self._untried else _SILENT_SECONDS)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            self._failures.append((address, error))
+            return
+        self._pending[sock.fileno()] = sock, address
+        self._poll.register(sock, select.POLLOUT)
+        sock.setblocking(False)
+        if (code := sock.connect_ex(where)) not in (0, errno.EINPROGRESS):
+            self._fail(sock.fileno(), code)
+
+    def _end(self, descriptor: int) -> socket.socket | None:
+        """Return the socket of an attempt that has ended if it is connected."""
+        sock, _ = self._pending[descriptor]
+        if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._fail(descriptor, code)
+        elif sock.getsockname() == sock.getpeername():
             # If no process listens, Linux may choose the same port for both ends: the socket connects to itself.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "no process listens there")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+            self._fail(descriptor, errno.ECONNREFUSED, "no process listens there")
+        else:
+            del self._pending[descriptor]
+            return sock
+        return None
+
+    def _fail(self, descriptor: int, code: int, text: str = "") -> None:
+        sock, address = self._pending.pop(descriptor)
+        self._poll.unregister(descriptor)
+        sock.close()
+        text = text or f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+        self._failures.append((address, OSError(code, text)))
+
+    def _seconds(self, deadline: Deadline) -> float:
+        """Return the time until there is something to do, but for what the sockets report."""
+        if not self._pending:
+            return 0.0
+        waits = self._untried or self._failures
+        return min(deadline.sleep_seconds(), max(0.0, self._next - monotonic()) if waits else deadline.sleep_seconds())
+
+    def _failure(self) -> OSError:
+        """Return the last failure, with the reasons of all addresses if there are several."""
+        (_, last), several = self._failures[-1], len(self._failures) > 1
+        if not several:
+            return last
+        reasons = (f"{address[1][0]}: {error.strerror or error}" for address, error in self._failures)
+        return OSError(last.errno, "; ".join(reasons))
 
 
-def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline) -> None:
-    if code == errno.EINPROGRESS:
-        poll = select.poll()
-        poll.register(connection, select.POLLOUT)
-        while not poll.poll(deadline.sleep_seconds() * 1000):
-            if deadline.passed():
-                raise TimeoutError(errno.ETIMEDOUT, "no response to the attempt to connect")
-        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if code:
-        raise OSError(code, f"{errno.errorcode.get(code, code)}: {os.strerror(code)}")
+def connect(addresses: Sequence[Address], deadline: Deadline) -> socket.socket:
+    """Return a connected, non-blocking socket without Nagle's delay, to the address that accepts first.
+
+    An address that does not respond could use up the time of the others. So the next one is tried too after a while.
+
+    Raises:
+        OSError: no address accepts, or (TimeoutError) none responds before the deadline.
+    """
+    attempts = _Attempts(addresses)
+    try:
+        sock = attempts.connected(deadline)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+    finally:
+        attempts.close()
 
 
 def has_input(sock: socket.socket) -> bool:
@@ -177,29 +206,26 @@ def adopt(descriptor: int) -> list[socket.socket]:
 
 def _addresses_to_listen_on(host: str, port: int, deadline: Deadline) -> list[Address]:
     found = resolve(host, port, deadline)
-    outside = not is_loopback(host) and any(is_loopback(str(where[0])) for _, where in found)
-    if outside or not any(_is_local(address) for address in found):
-        at = ", ".join(dict.fromkeys(str(where[0]) for _, where in found))
-        if not trusts_network():
-            reason = "only this host reaches" if outside else "no interface of this host has"
-            raise DistNetworkError(
-                f"TCPStore: the host name {host!r} is {at}, an address that {reason}, so this store cannot listen on "
-                f"the interface that was asked for. For ranks on this host only, use 127.0.0.1; else the address or "
-                f"name of an interface ({TRUST_NETWORK}=1 listens on all interfaces)."
-            )
+    local = [address for address in found if is_local(address)]
+    loopback = [] if is_loopback(host) else [where for _, where in local if is_loopback(str(where[0]))]
+    at = ", ".join(dict.fromkeys(str(where[0]) for _, where in found))
+    if (loopback or not local) and trusts_network():
         logger.warning("store: %r is %s; listening on all interfaces", host, at)
         return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
-    return [address for address in found if _is_local(address)]
-
-
-def _is_local(address: Address) -> bool:
-    family, where = address
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((where[0], 0, *where[2:]))
-    except OSError:
-        return False
-    return True
+    if not local:
+        raise DistNetworkError(
+            f"TCPStore: the host name {host!r} is {at}, an address that no interface of this host has, so this store "
+            f"cannot listen on the interface that was asked for. For ranks on this host only, use 127.0.0.1; else the "
+            f"address or name of an interface ({TRUST_NETWORK}=1 listens on all interfaces)."
+        )
+    if loopback and len(loopback) == len(local):
+        logger.info(
+            "store: %r is %s on this host, which only this host reaches. For ranks on other hosts, set MASTER_ADDR to "
+            "the address of an interface of this host.",
+            host,
+            at,
+        )
+    return local
 
 
 def _open_listeners(addresses: list[Address], port: int) -> list[socket.socket]:

@@ -15,12 +15,12 @@ from time import sleep
 
 from torchdist_ref.errors import RankStalledError
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
+from torchdist_ref.stores.addresses import loopback_address
 from torchdist_ref.stores.sealed import innermost, sealed_below
 from torchdist_ref.timeouts import Deadline, found_soon
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.tcp import interface_address
 
-_LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.001
 
 
@@ -45,7 +45,7 @@ def succeed(link: Link, store: Store, remaining: Sequence[int], timeout: float) 
     if not isinstance(old, TCPStore) or sealed is None:
         return None
     if link.rank == remaining[0]:
-        host = _LOOPBACK if link.hosts is None else interface_address(store)[1]
+        host = loopback_address() if link.hosts is None else interface_address(store)[1]
         new = TCPStore(host, 0, is_master=True, timeout=old.timeout, wait_for_workers=False)
         link.row.store_address = f"{host} {new.port}"
         link.publish_row()

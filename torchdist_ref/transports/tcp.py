@@ -17,16 +17,17 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, advice_on_limit
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
-from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores import PrefixStore, Store, TCPStore
+from torchdist_ref.stores.addresses import is_link_local, is_loopback, local_ends, look_up, loopback_address
 from torchdist_ref.stores.sealed import channel_key, innermost
-from torchdist_ref.stores.sockets import is_loopback
 from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.base import DirectPath, Range, Segment, Semaphore
 from torchdist_ref.transports.frames import Acceptor, authenticate_to
@@ -45,7 +46,6 @@ _INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # ioctl number and /proc/net/if_inet6 scope of Linux.
 _SIOCGIFADDR = 0x8915
 _LINK_LOCAL_SCOPE = "20"
-_DISCARD_PORT = 9
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that no host has (RFC 5737, RFC 3849): the default route leads there."""
 
@@ -178,14 +178,16 @@ def _connect_mesh(
     store: Store, mesh: ConnectionMesh, rank: int, remote: Sequence[int], timeout: float, watch: MemberWatch | None
 ) -> None:
     family, address = interface_address(store)
-    with socket.create_server((address, 0), family=family, backlog=len(remote) + 8) as server:
+    address, _, scope = address.partition("%")
+    where = look_up(f"{address}%{scope}" if scope else address, 0)[0][1]
+    with socket.create_server(where, family=family, backlog=len(remote) + 8) as server:
         key = channel_key(store, "mesh")
         store.set(f"address/{rank}", f"{address} {server.getsockname()[1]}".encode())
         deadline = monotonic() + timeout
         lower = [peer for peer in remote if peer < rank]
         addresses = store.multi_get([f"address/{peer}" for peer in lower]) if lower else []
         for peer, text in zip(lower, addresses, strict=True):
-            mesh.add(peer, _connect_to(text.decode(), key, rank, peer, deadline, watch))
+            mesh.add(peer, _connect_to(text.decode(), scope, key, rank, peer, deadline, watch))
         expected = {peer for peer in remote if peer > rank}
         with closing(Acceptor(server, key, rank)) as acceptor:
             while expected:
@@ -195,9 +197,12 @@ def _connect_mesh(
 
 
 def _connect_to(
-    text: str, key: bytes, rank: int, peer: int, deadline: float, watch: MemberWatch | None
+    text: str, scope: str, key: bytes, rank: int, peer: int, deadline: float, watch: MemberWatch | None
 ) -> socket.socket:
     address, port = text.split()
+    if scope and is_link_local(address):
+        # Each host has its own name for the network that joins them.
+        address = f"{address}%{scope}"
     try:
         while True:
             sock = socket.create_connection((address, int(port)), max(0.1, deadline - monotonic()))
@@ -237,7 +242,7 @@ def interface_address(store: Store) -> tuple[socket.AddressFamily, str]:
     for variable in _INTERFACE_VARIABLES:
         if names := os.environ.get(variable):
             return _address_of_interface(variable, names)
-    return _source_address(_server_of(store))
+    return _source_address(store)
 
 
 def _address_of_interface(variable: str, names: str) -> tuple[socket.AddressFamily, str]:
@@ -270,24 +275,17 @@ def _ipv6_address(name: str) -> tuple[socket.AddressFamily, str] | None:
     return None if digits is None else (socket.AF_INET6, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
 
 
-def _server_of(store: Store) -> str | None:
-    host: str | None = getattr(innermost(store), "host", None)
-    return host
+def _source_address(store: Store) -> tuple[socket.AddressFamily, str]:
+    """Return the local address of the route to a store's server, or of the default route if the first is the loopback.
 
-
-def _source_address(host: str | None) -> tuple[socket.AddressFamily, str]:
-    """Return the local address of the route to a host, or of the default route if the first is the loopback."""
-    if host is not None and not is_loopback((found := _local_end(host))[1]):
-        return found
-    for elsewhere in _ELSEWHERE:
-        with suppress(OSError):
-            return _local_end(elsewhere)
-    return socket.AF_INET, "127.0.0.1"
-
-
-def _local_end(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the local address of the route to a host. Connecting a datagram socket sends nothing."""
-    family, _, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect(address)
-        return socket.AddressFamily(family), sock.getsockname()[0]
+    A `TCPStore` knows from which address it has reached its server. If that is the loopback, the name of the server's
+    host may have further addresses. Of torch's store, only the name is known.
+    """
+    inner = innermost(store)
+    reached = [inner.local_end] if isinstance(inner, TCPStore) and inner.local_end else []
+    hosts = [host for host in (getattr(inner, "host", None), *_ELSEWHERE) if host is not None]
+    for found in chain(reached, chain.from_iterable(map(local_ends, hosts))):
+        if not is_loopback(found[1]):
+            return found
+    address = loopback_address()
+    return socket.AF_INET6 if ":" in address else socket.AF_INET, address

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, advice_on_limit
-from torchdist_ref.stores import sockets
+from torchdist_ref.stores import addresses, sockets
 from torchdist_ref.timeouts import Deadline, LongWait
 
 logger = logging.getLogger("torchdist_ref.stores")
@@ -43,6 +43,8 @@ class ServerAddress:
         reached: whether a connection was ever opened.
         is_ours: whether it is a server of this library.
         listening: addresses at which a server of this process listens, while it cannot have ended.
+        resolved: addresses of the host, when it was last resolved.
+        local_end: family and address of this process's end of the last connection; None before the first.
         identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
         wait: the wait until it is reached.
     """
@@ -52,6 +54,8 @@ class ServerAddress:
     reached: bool = False
     is_ours: bool = False
     listening: Sequence[Any] = ()
+    resolved: Sequence[str] = ()
+    local_end: tuple[socket.AddressFamily, str] | None = None
     identity: bytes | None = None
     wait: LongWait = field(default_factory=LongWait, compare=False, repr=False)
 
@@ -72,21 +76,17 @@ class ServerAddress:
 
 
 def open_socket(server: ServerAddress, deadline: Deadline) -> socket.socket:
-    """Return a socket to a server, at the first of its addresses that accepts.
+    """Return a socket to a server, at the address that accepts first.
 
     Raises:
         AuthenticationError: the server belongs to another user.
         OSError: the name does not resolve, or no address accepts before the deadline.
         ConnectionLost: the server has closed the connection.
     """
-    addresses = sockets.resolve(server.host, server.port, deadline)
-    for index, address in enumerate(addresses):
-        try:
-            sock = sockets.connect(address, Deadline(deadline.remaining() / (len(addresses) - index)))
-            break
-        except OSError:
-            if address is addresses[-1]:
-                raise
+    found = addresses.resolve(server.host, server.port, deadline)
+    server.resolved = [str(where[0]) for _, where in found]
+    sock = sockets.connect(found, deadline)
+    server.local_end = sock.family, addresses.host_text(sock.family, sock.getsockname())
     try:
         user = None if sock.getpeername() in server.listening else sockets.refused_server(sock)
         if user is not None:
@@ -124,5 +124,20 @@ def unreachable(server: ServerAddress, error: Exception, deadline: Deadline) -> 
     reason = str(error) or "no time was left"
     return DistNetworkError(
         f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({reason}). Check that rank 0, which "
-        f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between."
+        f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between. "
+        f"{_advice_on_address(server)}".rstrip()
+    )
+
+
+def _advice_on_address(server: ServerAddress) -> str:
+    """Return what may be wrong with the address here or on rank 0's host; empty if it is an address of another host."""
+    host = server.host
+    if server.resolved and all(map(addresses.is_loopback, server.resolved)):
+        at = "" if addresses.is_loopback(host) else f"is {', '.join(server.resolved)} here, which "
+        return f"{host} {at}is this host itself: if rank 0 runs on another host, set MASTER_ADDR to an address of that."
+    if not server.resolved or host.partition("%")[0] in server.resolved:
+        return ""
+    return (
+        f"{host} is {', '.join(server.resolved)} here. If it is a loopback address on rank 0's host, as in the "
+        f"/etc/hosts of Debian, rank 0 listens only there: set MASTER_ADDR to the address of one of its interfaces."
     )

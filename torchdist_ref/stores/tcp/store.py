@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
 from operator import length_hint
+from socket import AddressFamily
 from time import monotonic
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchdist_ref.errors import (
     StoreTimeoutError,
     explain,
 )
+from torchdist_ref.stores.addresses import is_loopback, parse_host
 from torchdist_ref.stores.base import (
     RequestLimit,
     Store,
@@ -131,6 +133,11 @@ class TCPStore(Store):
     def host(self) -> str:
         """Host name that was given."""
         return self._host
+
+    @property
+    def local_end(self) -> tuple[AddressFamily, str] | None:
+        """Family and address from which this process has reached the server."""
+        return self._pool.server.local_end
 
     @property
     def port(self) -> int:
@@ -361,6 +368,7 @@ class TCPStore(Store):
             raise StoreTimeoutError(
                 f"TCPStore: Timed out after {deadline.seconds:g} seconds waiting for clients. {joined}/{world} clients "
                 f"joined, on {self!r}. Check that all ranks were started, with this address and world size."
+                f"{advice_on_loopback(self)}"
             ) from None
 
 
@@ -368,6 +376,21 @@ def shared_server(port: int) -> TCPServer | None:
     """Return the server that stores of this process share at a port; None if there is none."""
     with _shared_servers_lock:
         return _shared_servers.get(port)
+
+
+def advice_on_loopback(store: Any) -> str:
+    """Return the end of an error for absent ranks: that only this host reaches the store that this process serves.
+
+    It is empty if other hosts reach it, or if this process does not serve it.
+    """
+    server = store.server if isinstance(store, TCPStore) else None
+    at = [str(address[0]) for address in server.addresses] if server is not None else []
+    if not at or not all(map(is_loopback, at)):
+        return ""
+    where = ", ".join(at)
+    return (
+        f" The store listens on {where}, which only this host reaches: ranks on other hosts need another MASTER_ADDR."
+    )
 
 
 class ServedValues(Store):
@@ -440,9 +463,11 @@ class ArrivedValues(Store):
 def _checked_host(host: str) -> str:
     if not isinstance(host, str):
         raise ArgumentTypeError(explain("TCPStore", "host_name", "a str", host))
-    if not host.strip():
-        raise ArgumentError(explain("TCPStore", "host_name", "a host name or an address", host))
-    return host
+    try:
+        return parse_host(host)
+    except ValueError as error:
+        text = explain("TCPStore", "host_name", "a host name or an address", host, hint=f"The reason: {error}.")
+        raise ArgumentError(text) from None
 
 
 def _checked_port(port: int) -> int:
