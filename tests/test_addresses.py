@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -286,13 +285,11 @@ def test_an_address_that_does_not_respond_does_not_delay_the_others(monkeypatch:
     with silent() as first, socket.create_server(("127.0.0.1", 0)) as second, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         addresses = [(socket.AF_INET, each.getsockname()) for each in (first, closed, second)]
-        before = time.monotonic()
-        with sockets.connect(addresses, Deadline(1000.0)) as found:
+        with sockets.connect(addresses, Deadline(10.0)) as found:
             assert found.getpeername() == second.getsockname()
         with pytest.raises(ConnectionRefusedError, match=r"127\.0\.0\.1: no response.*; 127\.0\.0\.1: ECONNREFUSED"):
-            sockets.connect(addresses[:2], Deadline(1000.0))
+            sockets.connect(addresses[:2], Deadline(10.0))
         with pytest.raises(TimeoutError, match="no response"):
             sockets.connect(addresses[:1], Deadline(0.1))
-        assert time.monotonic() - before < 100.0
     while FILLERS:
         FILLERS.pop().close()

@@ -16,7 +16,7 @@ import torch
 
 import torchdist_ref as dist
 from tests import private_mounts
-from torchdist_ref.launcher import LaunchConfig, elastic_launch
+from torchdist_ref.launcher import LaunchConfig, elastic_launch, reports
 from torchdist_ref.liveness import has_no_proc, host_identity
 from torchdist_ref.standard_streams import open_closed_streams
 from torchdist_ref.testing import fill, run
@@ -88,15 +88,17 @@ def test_ranks_without_a_launcher_with_closed_standard_streams(tmp_path: Path) -
 
 def launch_with_long_host_name(rank: int) -> Any:
     private_mounts.use_host_name("a" * 64)
-    return elastic_launch(LaunchConfig(1, 1, 1, start_method="fork", event_log_handler="console"), os.getenv)("RANK")
+    names: list[str] = []
+    reports.recorder = lambda handler: lambda name, source, metadata: names.append(metadata["hostname"])
+    return elastic_launch(LaunchConfig(1, 1, 1, start_method="fork"), os.getenv)("RANK"), names
 
 
 @needs_mounts
-def test_a_host_name_longer_than_dns_allows_is_reported_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_host_name_longer_than_dns_allows_is_reported_as_it_is() -> None:
     """Once all ranks succeeded, and then the launcher ended with a traceback of the resolver."""
-    assert run(launch_with_long_host_name, 1, ranks="processes", init=False) == [{0: "0"}]
-    found = capfd.readouterr()
-    assert f'"hostname": "{"a" * 64}"' in found.out + found.err
+    [(found, names)] = run(launch_with_long_host_name, 1, ranks="processes", init=False)
+    # One event of the worker, one of the agent.
+    assert found == {0: "0"} and names == ["a" * 64] * 2
 
 
 def test_a_handler_that_fails_does_not_fail_a_job_whose_ranks_succeeded(

@@ -1,8 +1,8 @@
 """Standard streams of a process that was started with some of them closed (``program <&- >&-``).
 
-The system gives the lowest free descriptor to what is opened next. Where standard input, output or error is closed, a
-socket, a pidfd or shared memory would get 0, 1 or 2. A library that writes to standard error would then write into it,
-and a forked process that redirects its output would close it. So the null device takes these descriptors when the
+The system gives the lowest free descriptor to what is opened next. If standard input, output or error is closed, a
+socket, a pidfd or shared memory gets its number. A library that writes to standard error then writes into it,
+and a forked process that redirects its output closes it. So the null device takes these descriptors when the
 package is imported, before the package opens anything. Do not add redirections here: they belong to `processes`.
 """
 
