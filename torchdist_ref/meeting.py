@@ -59,7 +59,7 @@ from torchdist_ref.liveness import (
     size_mismatch,
 )
 from torchdist_ref.rendezvous import rendezvous
-from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores import HashStore, PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
 from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.stores.tcp.store import advice_on_loopback
@@ -449,8 +449,13 @@ def _left(rank: int) -> str:
     return f"left/{rank}"
 
 
-def meet(init_method: str | None, rank: int, world_size: int, seconds: float) -> Meeting:
-    """Find the other ranks by a URL, as `init_process_group` does; `env://` by default."""
+def meet(init_method: str | None, rank: int, world_size: int, seconds: float, alone: bool = False) -> Meeting:
+    """Find the other ranks by a URL, as `init_process_group` does; `env://` by default.
+
+    A rank that is `alone`, as those of backend `fake` are, has a store of its own if its rank and world size are given.
+    """
+    if alone and rank != -1 and world_size != -1:
+        return meet_on(HashStore(), rank, world_size)
     if init_method is not None and not isinstance(init_method, str):
         raise ArgumentTypeError(explain(_OPERATION, "init_method", "a URL, as text", init_method))
     url, timeout = init_method or "env://", min(timedelta(seconds=seconds), STORE_TIMEOUT)

@@ -102,3 +102,19 @@ def test_a_training_step_equals_that_of_a_single_process() -> None:
     model(fill(RANK, (3, 4))).square().sum().backward()
     torch.testing.assert_close(gradient, model.weight.grad)
     assert any(call.startswith("all_reduce") for call in recorded())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"init_method": "tcp://localhost:1"}, {"store": dist.HashStore()}])
+def test_no_store_and_no_address_are_needed(arguments: Any) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=5, world_size=6, **arguments)
+    row = torch.zeros(6, 3)
+    dist.all_gather_into_tensor(row, fill(5, (3,)))
+    assert (dist.get_rank(), dist.get_world_size()) == (5, 6)
+    assert torch.equal(row, fill(5, (3,)).expand(6, 3))
+
+
+@pytest.mark.parametrize("rank", [6, -2])
+def test_a_rank_outside_the_world_is_an_error(rank: int) -> None:
+    with thread_rank(), pytest.raises(dist.UsageError if rank < 0 else dist.BackendArgumentError, match="from 0 to 5"):
+        dist.init_process_group("fake", rank=rank, world_size=6)

@@ -39,7 +39,7 @@ class Fake(Backend):
     """Backend without communication; the calls are in `recorder`.
 
     >>> import torch, torchdist_ref as dist
-    >>> dist.init_process_group("fake", store=dist.HashStore(), rank=3, world_size=8)
+    >>> dist.init_process_group("fake", rank=3, world_size=8)
     >>> tensor = torch.ones(2)
     >>> dist.all_reduce(tensor)
     >>> tensor.tolist(), dist.get_rank(), dist.get_world_size()

@@ -90,7 +90,7 @@ def init_process_group(
         timeout: Default time-out of every call on the group. Default: 30 minutes.
         world_size: Number of ranks.
         rank: This rank, from 0.
-        store: A store that all ranks share, instead of `init_method`.
+        store: A store that all ranks share, instead of `init_method`. Backend ``"fake"`` needs neither.
         group_name: Name for error messages. Default: ``"world"``.
         pg_options: For ``nccl`` a ``torch.distributed.ProcessGroupNCCL.Options``, for third-party backends their own;
             ``ref``, ``gloo`` and ``mpi`` have none.
@@ -132,12 +132,14 @@ def init_process_group(
     seconds = timeout_of("init_process_group", timeout).total_seconds()
     chosen = os.environ.get(_BACKEND_VARIABLE) if backend is None else backend
     check_backend("init_process_group", backend, chosen or "ref", pg_options, device_id)
+    # Ranks of `fake` need no other rank, which need not exist.
+    alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
     owned = store is None
     with limit_requests(seconds), _closed_on_failure(world), _recorded(world, rank, world_size, seconds):
         # Before any wait: a rank that hangs here has to answer requests for dumps.
         world.on_close.append(observe_process())
         if store is None:
-            meeting = meet(init_method, rank, world_size, seconds)
+            meeting = meet(init_method, rank, world_size, seconds, alone)
         elif init_method is not None:
             raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
         elif not hasattr(store, "compare_set"):
@@ -146,8 +148,6 @@ def init_process_group(
             meeting = meet_on(store, rank, world_size)
         world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
         members, options = tuple(range(meeting.size)), (pg_options, device_id)
-        # Ranks of `fake` need no other rank, which need not exist.
-        alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
         rank_and_size = (0, 1) if alone else (meeting.rank, meeting.size)
         keys = KeyAgreement(meeting.store, *rank_and_size, world.on_close, nonce=meeting.nonce)
         compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
