@@ -156,6 +156,11 @@ def of_process_group(name: str, membership: Membership, group: Any) -> Backend:
     return made
 
 
+def is_of_torch(group: Any) -> bool:
+    """Return whether torch has a group in its tables: one that torch made and has not destroyed."""
+    return group in torch_private.TABLES.get().pg_map
+
+
 def _torch_plugins() -> Mapping[str, Any]:
     """Return the backends that were registered with torch, by name in upper case."""
     return torch_private.PLUGINS.get() if torch_private.PLUGINS.exists() else {}

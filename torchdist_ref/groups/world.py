@@ -24,9 +24,9 @@ from typing import Any
 
 import torch.distributed
 
-from torchdist_ref.backends.base import Backend, close_all
+from torchdist_ref.backends.base import Backend, Membership, close_all
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
-from torchdist_ref.backends.registry import by_device_type
+from torchdist_ref.backends.registry import by_device_type, is_of_torch, of_process_group
 from torchdist_ref.backends.unusable import (
     DestroyedBackend,
     InheritedBackend,
@@ -46,12 +46,13 @@ from torchdist_ref.errors import (
     text_of,
 )
 from torchdist_ref.program_end import leave_at_end
-from torchdist_ref.stores import Store, TCPStore
+from torchdist_ref.stores import HashStore, Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
 
 default_pg_timeout = GROUP_TIMEOUT
+_OF_METHODS = "_torchdist_ref_group"
 _LINGER_SECONDS = 0.05
 _LINGER_AFTER_FAILURE_SECONDS = 0.2
 """Time for ranks that meet to read why this one left: they look at intervals of `CHECK_SECONDS`, or later if busy."""
@@ -70,7 +71,8 @@ class ProcessGroup(CallsFromTorch):
 
     A backend in Python may be a subclass, as it may be of torch's class: its constructor calls
     ``super().__init__(rank, size)``, it has the methods of the operations that it supports, and
-    `Backend.register_backend` gets a function that returns it.
+    `Backend.register_backend` gets a function that returns it. A program may also make one of its class and pass it as
+    the group of a call or of DDP: its methods make the calls, and return a Work of torch's class, or of ours.
 
     It is a ``torch.distributed.ProcessGroup``: torch's modules take it as their group, and its methods with torch's
     names (`allreduce`, `broadcast`, …) are the ones that torch's C++ calls.
@@ -473,7 +475,7 @@ def resolve(
     if group is None:
         return (_of_context.get() or _of_process).default or default_group(operation)
     if isinstance(group, ProcessGroup):
-        return group
+        return _of_methods(group) if _has_own_methods(group) else group
     if isinstance(group, torch.distributed.ProcessGroup):
         return _counterpart(group, operation, argument)
     if type(group) is not int or group != GroupMember.NON_GROUP_MEMBER:
@@ -497,12 +499,39 @@ def resolve_member(group: Any, operation: str, argument: str = "group") -> Proce
 
 
 def _counterpart(group: Any, operation: str, argument: str) -> ProcessGroup:
-    """Return our group for one that torch made beside our default group."""
+    """Return our group for one that torch made beside our default group, or for one whose class is a program's own."""
+    if _has_own_methods(group):
+        return _of_methods(group)
     registration = current().registration
     if registration is None:
         expected = "a group of this library, whose default group comes from its own init_process_group"
         raise ArgumentError(explain(operation, argument, expected, f"{type(group).__name__} of torch.distributed"))
     found: ProcessGroup = registration.counterpart(group)
+    return found
+
+
+def _has_own_methods(group: Any) -> bool:
+    """Return whether a program made a group of a class of its own, whose methods make the calls.
+
+    Such a group has no backend: its constructor is that of torch's class, or of ours. torch does not list it.
+    """
+    if isinstance(group, CallsFromTorch):
+        return type(group) is not ProcessGroup and type(group.backend) is MissingBackend
+    return type(group) is not torch.distributed.ProcessGroup and not is_of_torch(group)
+
+
+def _of_methods(group: Any) -> ProcessGroup:
+    """Return our group whose calls are the methods of a group of a program's own class.
+
+    The group keeps it, so both are freed together. A group that has changed its size gets a new one.
+    """
+    found: ProcessGroup | None = vars(group).get(_OF_METHODS)
+    if found is None or found.size() != group.size():
+        name, seconds, store = type(group).__name__, GROUP_TIMEOUT.total_seconds(), HashStore()
+        membership = Membership(store, group.rank(), tuple(range(group.size())), name, seconds)
+        backend = of_process_group(name, membership, group)
+        found = ProcessGroup.on(backend, membership.members, membership.rank, name, seconds, store)
+        vars(group)[_OF_METHODS] = found
     return found
 
 
