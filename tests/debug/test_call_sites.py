@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.debug import levels
 from torchdist_ref.debug.call_sites import STACKS_VARIABLE, user_frames
 from torchdist_ref.testing import fill, run
 
@@ -19,10 +18,10 @@ BACKENDS = pytest.mark.parametrize("backend", ["ref", "gloo"])
 
 @pytest.fixture(autouse=True)
 def detail() -> Iterator[None]:
-    before = list(levels._level)
+    before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     yield
-    levels._level[:] = before
+    dist.set_debug_level(before)
 
 
 def line_of(function: Callable[..., object], text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import torchdist_ref as dist
-from torchdist_ref.debug import levels, logs
+from torchdist_ref.debug import logs
 from torchdist_ref.testing import run
 
 ROOT = logging.getLogger("torchdist_ref")
@@ -31,11 +31,11 @@ MATRIX = [
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    level, handlers, debug = ROOT.level, list(ROOT.handlers), list(levels._level)
+    level, handlers, debug = ROOT.level, list(ROOT.handlers), dist.get_debug_level()
     yield
     ROOT.setLevel(level)
     ROOT.handlers[:] = handlers
-    levels._level[:] = debug
+    dist.set_debug_level(debug)
 
 
 @pytest.mark.parametrize(("cpp", "debug", "effective"), MATRIX)

@@ -16,7 +16,6 @@ import torch
 import torchdist_ref as dist
 from tests.outcomes import failing
 from tests.waits import begin_together
-from torchdist_ref.debug import levels
 from torchdist_ref.debug.detail_level import CheckedBackend
 from torchdist_ref.groups.world import current
 from torchdist_ref.testing import RankError, fill, run
@@ -25,10 +24,10 @@ from torchdist_ref.testing.backend_contract import check_backend
 
 @pytest.fixture(autouse=True)
 def detail() -> Iterator[None]:
-    before = list(levels._level)
+    before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     yield
-    levels._level[:] = before
+    dist.set_debug_level(before)
 
 
 # Over a second: the whole contract of a backend, with a store between every two calls.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +15,6 @@ import torch.distributed as theirs
 
 import torchdist_ref as dist
 from tests.waits import begin_together
-from torchdist_ref.debug import levels
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.stores import HashStore, PrefixStore
 from torchdist_ref.stores.sealed import SealedStore
@@ -248,9 +250,9 @@ def test_misuse_raises_a_clear_error(timeout: Any, kind: type[Exception], words:
 
 @pytest.fixture
 def level_as_before() -> Any:
-    before = list(levels._level)
+    before = theirs.get_debug_level()
     yield
-    levels._level[:] = before
+    theirs.set_debug_level(before)
 
 
 @pytest.mark.parametrize(("said", "name"), [("detail", "DETAIL"), ("Info", "INFO"), ("OFF", "OFF"), (None, "OFF")])
@@ -260,12 +262,30 @@ def test_the_environment_sets_the_level(
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
     if said is not None:
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", said)
-    levels._level.clear()
-    assert dist.get_debug_level() == getattr(theirs.DebugLevel, name)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
-    assert dist.get_debug_level() == getattr(dist.DebugLevel, name), "asked once"
     dist.set_debug_level_from_env()
+    assert dist.get_debug_level() == theirs.get_debug_level() == getattr(theirs.DebugLevel, name)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    assert dist.get_debug_level() == getattr(dist.DebugLevel, name), "read by set_debug_level_from_env only"
+    theirs.set_debug_level_from_env()
     assert dist.get_debug_level() == dist.DebugLevel.INFO
+
+
+@pytest.mark.parametrize(("first", "second"), [(dist, theirs), (theirs, dist)])
+@pytest.mark.parametrize("name", ["OFF", "INFO", "DETAIL"])
+def test_a_level_that_one_library_sets_is_the_others(first: Any, second: Any, name: str, level_as_before: None) -> None:
+    level = getattr(dist.DebugLevel, name)
+    first.set_debug_level(level)
+    assert second.get_debug_level() == first.get_debug_level() == level
+
+
+def test_the_level_of_the_environment_is_both_libraries() -> None:
+    # In a new interpreter, 2 s: torch reads the variable when it is imported.
+    program = "import torchdist_ref as dist; print(dist.get_debug_level().name); import torch.distributed as theirs; "
+    program += "print(theirs.get_debug_level().name)"
+    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "detail"}
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.split() == ["DETAIL", "DETAIL"]
 
 
 @pytest.mark.parametrize("said", ["", "LOUD", "1"])

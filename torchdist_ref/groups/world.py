@@ -474,6 +474,8 @@ def resolve(
     """Return the group that an argument refers to, or None if this rank is not in it."""
     if group is None:
         return (_of_context.get() or _of_process).default or default_group(operation)
+    if type(group) is ProcessGroup:
+        return group
     if isinstance(group, ProcessGroup):
         return _of_methods(group) if _has_own_methods(group) else group
     if isinstance(group, torch.distributed.ProcessGroup):
