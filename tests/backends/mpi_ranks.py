@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 import torchdist_ref as dist
+from tests.process_ends import answer_of_child
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import fill
@@ -119,7 +120,19 @@ def compared(rank: int) -> None:
     assert tensor[0].item() == dist.get_world_size(group)
 
 
-CHECKS = {check.__name__: check for check in (contract, other_dtypes, unequal_blocks, callbacks, faults)}
+def forked(rank: int, size: int) -> None:
+    """A forked child answers as its rank, and cannot communicate."""
+    pair: Any = dist.new_group([0, size - 1])
+    asked = answer_of_child(lambda: f"{dist.get_rank()} {dist.get_world_size()} {dist.get_backend()}")
+    assert asked == f"{rank} {size} mpi"
+    refused = answer_of_child(lambda: str(dist.all_reduce(torch.ones(1))))
+    assert f"DestroyedGroupError: all_reduce: this process was forked from rank {rank}" in refused
+    tensor = fill(rank, (9,))
+    dist.all_reduce(tensor, group=pair) if rank in (0, size - 1) else None
+    same(tensor, fill(0, (9,)) + fill(size - 1, (9,)) if rank in (0, size - 1) else fill(rank, (9,)))
+
+
+CHECKS = {check.__name__: check for check in (contract, other_dtypes, unequal_blocks, callbacks, faults, forked)}
 
 
 def main(folder: str, *checks: str) -> None:

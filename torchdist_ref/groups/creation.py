@@ -267,6 +267,9 @@ def _name_for_cpu(backend: str) -> str:
 def is_initialized() -> bool:
     """Return whether the default group exists.
 
+    A forked child, such as a worker of a ``DataLoader``, has its parent's groups: it can ask for ranks, sizes and
+    members, and not communicate.
+
     Example:
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
