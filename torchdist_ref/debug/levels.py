@@ -8,6 +8,7 @@ TORCH_DISTRIBUTED_DEBUG when it is imported. Do not add the effects of a level h
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed
 from torch.distributed.distributed_c10d import DebugLevel
@@ -17,6 +18,8 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
 _VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
+# torch's stubs leave out these functions.
+_theirs: Any = torch.distributed
 
 
 def get_debug_level() -> DebugLevel:
@@ -37,7 +40,7 @@ def get_debug_level() -> DebugLevel:
         ``MPI_T_cvar_read`` in MPI reads control variables of the implementation; ``NCCL_DEBUG`` in NCCL;
         ``jax_logging_level`` in JAX.
     """
-    level: DebugLevel = torch.distributed.get_debug_level()
+    level: DebugLevel = _theirs.get_debug_level()
     return level
 
 
@@ -56,7 +59,7 @@ def set_debug_level(level: DebugLevel) -> None:
     """
     if not isinstance(level, DebugLevel):
         raise ArgumentTypeError(explain("set_debug_level", "level", "a DebugLevel", level))
-    torch.distributed.set_debug_level(level)
+    _theirs.set_debug_level(level)
 
 
 def set_debug_level_from_env() -> None:
@@ -72,4 +75,4 @@ def set_debug_level_from_env() -> None:
     if value.upper() not in DebugLevel.__members__:
         hint = f"The value of {_VARIABLE} must be OFF, INFO, or DETAIL."
         raise ArgumentError(explain("set_debug_level_from_env", _VARIABLE, "OFF, INFO or DETAIL", value, hint=hint))
-    torch.distributed.set_debug_level_from_env()
+    _theirs.set_debug_level_from_env()
