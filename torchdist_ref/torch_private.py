@@ -179,6 +179,7 @@ CREATE_STORE = PrivateName(
     "starts the server of torch's RPC; beside our default group it uses ours, at the same address",
     _NO_INIT,
 )
+RESOLVE_NAME = PrivateName(_NATIVE, "_resolve_process_group", "finds a group by such a name", _NO_INIT)
 NAMES_PER_THREAD = PrivateName(_NATIVE, "_set_thread_isolation_mode", "keeps these names per thread", _NO_THREADS)
 COMPILE_CONTEXT = PrivateName(
     "torch._guards", "CompileContext", "tells whether torch.compile is reading a function", _NO_INIT
@@ -250,6 +251,28 @@ TREE_LEAVES = PrivateName(
 MAKE_WRAPPER = PrivateName(
     "torch", "Tensor._make_wrapper_subclass", "makes the value of a failed future", "a failed call raises this error"
 )
+DISPATCH_MODES = PrivateName(
+    "torch._C",
+    "_len_torch_dispatch_stack",
+    "tells at each call whether a mode of torch's dispatcher runs",
+    "calls raise",
+)
+BOX_GROUP = PrivateName(
+    _NATIVE, "ProcessGroup.boxed", "passes a group to the dispatcher in a call", "calls in such modes raise"
+)
+UNBOX_GROUP = PrivateName(
+    _NATIVE, "ProcessGroup.unbox", "finds the group of a call that passes the dispatcher", "calls in such modes raise"
+)
+BOX_WORK = PrivateName(_NATIVE, "Work.boxed", "returns a Work to the dispatcher", "calls in such modes raise")
+WORK_OF_FUTURE = PrivateName(
+    _NATIVE, "_create_work_from_future", "makes the Work that the dispatcher returns", "calls in such modes raise"
+)
+REGISTER_WORK = PrivateName(
+    _NATIVE,
+    "_register_work",
+    "lets `wait_tensor` wait for a functional collective",
+    "`all_gather_into_tensor_out` raises",
+)
 PROFILER_ENABLED = PrivateName(
     "torch.autograd", "_profiler_enabled", "tells at each call whether a profiler runs", "calls raise"
 )
@@ -280,6 +303,12 @@ KEEP_VERSIONS = PrivateName(
     "_unsafe_preserve_version_counter",
     "lets DDP broadcast buffers that backward has saved",
     "DDP with buffers raises",
+)
+FUNCTIONAL = PrivateName(
+    "torch",
+    "ops._c10d_functional",
+    "operators of functional collectives; two call what a group in Python cannot have",
+    _NO_INIT,
 )
 ASYNC_TENSOR = PrivateName(
     "torch.distributed._functional_collectives",

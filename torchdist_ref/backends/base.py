@@ -28,6 +28,7 @@ from math import gcd, prod
 from operator import attrgetter, is_not
 from time import sleep
 from typing import Any, TypeGuard, TypeVar, overload
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -518,10 +519,17 @@ class Backend(ABC):
     Attributes:
         name: The name that `get_backend` returns.
         recorder: The last calls of this group on this rank.
+        group: Function that returns the group, or None: modes of torch's dispatcher see it as an argument of calls.
     """
 
     name: str
     recorder: Recorder
+    group: Callable[[], Any] = staticmethod(lambda: None)
+
+    def serve(self, group: Any) -> None:
+        """Set the group whose calls the backend runs; the first one counts."""
+        if self.group() is None:
+            self.group = ref(group)
 
     @property
     def shares_memory(self) -> bool:
@@ -677,6 +685,11 @@ class BackendWrapper(Backend):
     def __init__(self, backend: Backend) -> None:
         self.name, self.recorder, self.wrapped = backend.name, backend.recorder, backend
 
+    def serve(self, group: Any) -> None:
+        """See `Backend.serve`."""
+        super().serve(group)
+        self.wrapped.serve(group)
+
     shares_memory = property(lambda self: self.wrapped.shares_memory)
     broken = property(lambda self: self.wrapped.broken)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
@@ -715,10 +728,50 @@ def is_failure(error: BaseException | None) -> TypeGuard[BaseException]:
     return error is not None and not isinstance(error, GeneratorExit)
 
 
-# ---- profiler ranges
-
 AnyBackend = TypeVar("AnyBackend", bound=Backend)
 Submit = Callable[[AnyBackend, Call, Tensors, Tensors, bool], Work]
+
+# ---- modes of torch's dispatcher
+
+modes_run: Callable[[], int] = torch_private.DISPATCH_MODES.bind()
+"""Function that tells whether a mode runs on the calling thread, in a thirtieth of a microsecond."""
+
+
+def dispatched(submit: Submit[AnyBackend]) -> Submit[AnyBackend]:
+    """Decorate the `submit` of a backend: modes of torch's dispatcher on the calling thread see its calls.
+
+    >>> import torchdist_ref as dist
+    >>> from torch.distributed.tensor.debug import CommDebugMode
+    >>> from torchdist_ref.testing import run
+    >>> def program(rank):
+    ...     with CommDebugMode() as seen:
+    ...         dist.all_reduce(torch.ones(2))
+    ...     return {str(operator): count for operator, count in seen.get_comm_counts().items()}
+    >>> run(program, 1)
+    [{'c10d.allreduce_': 1}]
+    """
+
+    @wraps(submit)
+    def submit_dispatched(self: AnyBackend, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        if modes_run():
+            return run_in_modes(self, call, inputs, outputs, wait, partial(submit, self, call, inputs, outputs, wait))
+        return submit(self, call, inputs, outputs, wait)
+
+    return submit_dispatched
+
+
+def run_in_modes(
+    backend: Backend, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, start: Callable[[], Work]
+) -> Work:
+    """Pass a call to torch's dispatcher, at whose end `start` submits it, without modes."""
+    group = backend.group()
+    if group is None:
+        return start()
+    work: Work = group.dispatch(call, inputs, outputs, wait, start)
+    return work
+
+
+# ---- profiler ranges
 
 # Ranges that outlived their profiler. They are kept, since destroying a range ends it.
 _left_open: list[Future[None]] = []

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of, profiled
+from torchdist_ref.backends.base import Backend, Membership, dispatched, flat_operands, operands_of, profiled
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import (
     AllGather,
@@ -58,6 +58,7 @@ class Fake(Backend):
         self._rank, self._size = membership.rank, membership.size
         self._sequence = 0
 
+    @dispatched
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`. The work is always complete."""

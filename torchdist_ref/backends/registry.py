@@ -237,6 +237,12 @@ class ByDevice(Backend):
             self._backends[device].recorder = self.recorder
         self._first = next(iter(self._backends.values()))
 
+    def serve(self, group: Any) -> None:
+        """See `Backend.serve`."""
+        super().serve(group)
+        for backend in self._backends.values():
+            backend.serve(group)
+
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         return self._backend(call, inputs or outputs).submit(call, inputs, outputs, wait)

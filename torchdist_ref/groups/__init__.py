@@ -70,6 +70,7 @@ from torchdist_ref.groups.queries import (
 )
 from torchdist_ref.groups.registered import empty_registered
 from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
+from torchdist_ref.groups.tracing import mark_for_compilers
 from torchdist_ref.groups.world import GroupMember, ProcessGroup, default_pg_timeout
 from torchdist_ref.work import Work
 
@@ -156,3 +157,5 @@ __all__ = [
     "split_group",
     "supports_complex",
 ]
+
+mark_for_compilers(globals()[name] for name in __all__)

@@ -22,6 +22,7 @@ from torchdist_ref.backends.unusable import DestroyedBackend
 from torchdist_ref.errors import ArgumentTypeError, DistError, EntryError, explain, indexed, on_rank
 from torchdist_ref.groups.creation import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
+from torchdist_ref.groups.tracing import read_as
 from torchdist_ref.groups.world import (
     ProcessGroup,
     as_integer,
@@ -454,3 +455,7 @@ def _group_along(ranks: Tensor, dimension: int, backend: str | None, as_listed: 
     lines = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
     made = [new_group(line, backend=backend, sort_ranks=not as_listed) for line in lines]
     return next((group for group in made if isinstance(group, ProcessGroup)), -100)
+
+
+for _name in ("__getitem__", "get_group"):
+    read_as(vars(DeviceMesh)[_name], vars(TorchMesh)[_name])

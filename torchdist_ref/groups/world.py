@@ -117,6 +117,7 @@ class ProcessGroup(CallsFromTorch):
         group.setGroupDesc(name)
         group.members, group.backend, group.timeout, group.store = tuple(members), backend, timeout, store
         group._group_ranks = {member: index for index, member in enumerate(group.members)}
+        backend.serve(group)
         return group
 
     def rank(self) -> int:

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of, profiled, refuse_unsupported
+from torchdist_ref.backends.base import (
+    Backend,
+    Membership,
+    dispatched,
+    flat_operands,
+    operands_of,
+    profiled,
+    refuse_unsupported,
+)
 from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, RequestPoller, Started
 from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.backends.worker_threads import CallbackThreads
@@ -108,6 +116,7 @@ class Mpi(Backend):
         m = self._membership
         return f"rank {m.rank} (global {m.members[m.rank]}) of group {m.name!r}"
 
+    @dispatched
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""

@@ -27,8 +27,10 @@ from torchdist_ref.backends.base import (
     are_apart,
     is_in_memory,
     is_profiling,
+    modes_run,
     operands_of,
     refuse_unsupported,
+    run_in_modes,
     run_in_range,
 )
 from torchdist_ref.backends.ref.fast import executor_for
@@ -130,10 +132,27 @@ class Ref(Backend):
         self._planner = Planner(self.link, self._executor.name)
         self.plans: dict[Any, Planned] = {}
 
-    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, *, profiled: bool = False) -> Work:
-        """See `Backend.submit`; a call that is `profiled` has its profiler range already."""
+    def submit(
+        self,
+        call: Call,
+        inputs: Tensors,
+        outputs: Tensors,
+        wait: bool,
+        *,
+        dispatched: bool = False,
+        profiled: bool = False,
+    ) -> Work:
+        """See `Backend.submit`; a call that is `profiled` has its profiler range already.
+
+        Modes of torch's dispatcher have seen one that is `dispatched`.
+        """
+        # As the decorators `dispatched` and `profiled` of `base`, but two calls of functions shorter.
+        if modes_run() and not dispatched:
+            start = partial(self.submit, call, inputs, outputs, wait, dispatched=True)
+            return run_in_modes(self, call, inputs, outputs, wait, start)
         if is_profiling() and not profiled:
-            return run_in_range(self, call, wait, partial(self.submit, call, inputs, outputs, wait, profiled=True))
+            again = partial(self.submit, call, inputs, outputs, wait, dispatched=dispatched)
+            return run_in_range(self, call, wait, partial(again, profiled=True))
         if self.link.broken is not None:
             self._refuse(call, inputs, outputs)
         point_to_point = self._submitters.get(type(call))
@@ -165,7 +184,7 @@ class Ref(Backend):
 
     def submit_repeated(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work | None:
         """See `Backend.submit_repeated`. The lists of a plan have passed the checks once."""
-        if self.link.broken is not None or is_profiling():
+        if self.link.broken is not None or modes_run() or is_profiling():
             return None
         tensors = (*inputs, *outputs)
         try:

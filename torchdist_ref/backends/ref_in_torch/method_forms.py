@@ -5,9 +5,10 @@ torch's C++ passes a list of one tensor and an options object. Programs also wri
 arguments of other types.
 
 torch's own groups pass each call to torch's dispatcher, where modes and tensors with a dispatch of their own may act
-in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `both_forms` does so for tensors that
-our backend refuses since they are not in memory. Our backend gets the tensor inside (`unwrapped`) if the dispatcher
-would pass that to a backend of C++. Do not add checks of shapes, dtypes or memory here.
+in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `both_forms` does so while a mode
+runs, and for tensors that our backend refuses since they are not in memory (`dispatcher`). Our backend gets the tensor
+inside (`unwrapped`) if the dispatcher would pass that to a backend of C++. Do not add checks of shapes, dtypes or
+memory here.
 """
 
 # torch's stubs leave out some of its names.
@@ -22,9 +23,9 @@ from itertools import repeat
 from typing import Any, NoReturn
 
 from torch import Tensor, device
-from torch.distributed import ProcessGroup
 
-from torchdist_ref.backends.base import RowBlocks, outside_transforms, unwrapped
+from torchdist_ref.backends.base import RowBlocks, modes_run, outside_transforms, unwrapped
+from torchdist_ref.backends.ref_in_torch.dispatcher import METHODS, Method, dispatch
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank
 from torchdist_ref.timeouts import from_torch
 
@@ -116,26 +117,28 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, RowBlocks)
 
 
-def _dispatch(group: Any, method: str, arguments: Sequence[Any], refused: BackendArgumentError) -> Any:
+def _dispatch_refused(group: Any, method: str, arguments: Sequence[Any], refused: BackendArgumentError) -> Any:
+    """Run a call whose operands the backend has refused on the tensors inside them, or pass it to the dispatcher."""
     inside = unwrapped(arguments)
     if inside is not arguments:
         with outside_transforms():
             return getattr(group, method)(*inside)
-    without_backend: Any = ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+
+    def refuse(operands: Any) -> NoReturn:
+        # Nobody has acted in place of the backend.
+        raise refused
+
     try:
-        return getattr(without_backend, method)(*arguments)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        # Others than a RuntimeError: the argument is wrong for torch too, or an older torch has no such method.
-        if not isinstance(error, RuntimeError) or "No backend type associated" in str(error):
-            raise refused from None
-        raise
+        return dispatch(group, method, arguments, refuse)
+    except (BackendArgumentError, TypeError, AttributeError):
+        # Others than the first one: the argument is wrong for torch too.
+        raise refused from None
 
 
 def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a method of ``(self, operands..., opts)``, so that it takes the values of options as arguments too.
 
-    torch's dispatcher gets the calls with tensors that our backend refuses. A group without a backend passes them on,
-    and raises where the dispatcher finds nobody to run them.
+    torch's dispatcher gets the calls while a mode runs, and those with tensors that our backend refuses.
 
     Args:
         options: Class of the options; None for a method without.
@@ -158,11 +161,14 @@ def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Calla
                 opts = _options(method.__name__, options, order, arguments[count:], named)
                 given = first if options is None else [*first, opts]
             given = [*map(Operand.read, operands, repeat(method.__name__), given), *given[count:]]
+            if modes_run():
+                return dispatch(self, method.__name__, given)
             try:
                 return method(self, *given)
             except BackendArgumentError as refused:
-                return _dispatch(self, method.__name__, given, refused)
+                return _dispatch_refused(self, method.__name__, given, refused)
 
+        METHODS[call] = Method(method, options, count)
         return call
 
     return decorate

@@ -46,6 +46,7 @@ from torchdist_ref.backends.base import (
     without_overlap,
 )
 from torchdist_ref.backends.reductions import start_sum
+from torchdist_ref.backends.ref_in_torch.dispatcher import dispatch_call
 from torchdist_ref.backends.ref_in_torch.method_forms import (
     Operand,
     both_forms,
@@ -92,7 +93,6 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.living_objects import LivingObjects
-from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import may_unpickle
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from torchdist_ref.backends.ref import Ref
     from torchdist_ref.debug.store_calls import StoreCalls
     from torchdist_ref.recorder import Recorder
+    from torchdist_ref.stores import Store
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
@@ -376,6 +377,8 @@ class CallsFromTorch(c10d.ProcessGroup):
 
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Raise if the group does not support a tensor; by default the check is the backend's."""
+
+    dispatch = dispatch_call
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
@@ -732,6 +735,7 @@ class RefProcessGroup(CallsFromTorch):
         super().__init__(backend.link.rank, backend.link.size, "")
         self.backend, self.store, self.store_calls = backend, store, store_calls
         self.members = tuple(members)
+        backend.serve(self)
         self._on_end = [answer_requests()]
         _joined.add(self)
 

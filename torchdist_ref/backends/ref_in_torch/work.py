@@ -189,11 +189,11 @@ def require_dense_cpu(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Te
             )
 
 
-def hide_from_compilers(*kinds: type) -> None:
-    """Exclude the methods of classes, and the functions that they call, from torch's compiler.
+def hide_from_compilers(*hidden: Any) -> None:
+    """Exclude functions and the methods of classes, and the functions that they call, from torch's compiler.
 
-    C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
-    function. It refuses to trace process groups, and the program fails.
+    Compiled programs call the functions where their graph breaks, and C++ calls the methods, as in DDP. The compiler
+    then looks at every Python function. It refuses to trace process groups, and the program fails.
     """
     names = torch_private.EXEC_STRATEGY, torch_private.EXEC_ACTION, torch_private.SET_EXEC_STRATEGY
     if not all(name.exists() for name in names):
@@ -201,10 +201,10 @@ def hide_from_compilers(*kinds: type) -> None:
         return
     strategy, action, set_strategy = (name.get() for name in names)
     skip = strategy(action.SKIP, action.SKIP)
-    for kind in kinds:
-        for method in vars(kind).values():
-            if isfunction(method):
-                set_strategy(method.__code__, skip)
+    for each in hidden:
+        for function in (each,) if isfunction(each) else vars(each).values():
+            if isfunction(function):
+                set_strategy(function.__code__, skip)
 
 
 def keep_flight_recorder_off(backend: str) -> None:

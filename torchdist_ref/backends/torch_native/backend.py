@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref import torch_private
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of
+from torchdist_ref.backends.base import Backend, Membership, dispatched, flat_operands, operands_of
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.backends.worker_threads import CallbackRunner
 from torchdist_ref.calls import (
@@ -231,6 +231,7 @@ class TorchBackend(Backend):
         m = self._membership
         return f"on rank {m.rank} (global {m.members[m.rank]}) of group {m.name!r}"
 
+    @dispatched
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         if self._backend is None:

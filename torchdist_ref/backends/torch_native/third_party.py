@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref import torch_private
-from torchdist_ref.backends.base import Membership, profiled
+from torchdist_ref.backends.base import Membership, dispatched, profiled
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
 from torchdist_ref.work import Work
@@ -77,6 +77,7 @@ class ThirdParty(TorchBackend):
             return self._made
         return make_from_table(torch_private.PLUGINS.get()[self.name.upper()], self._membership, self._store)
 
+    @dispatched
     @profiled
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """See `Backend.submit`. torch's own backends make profiler ranges; third-party ones may not."""
