@@ -8,7 +8,7 @@ tensors.
 
 At the end of that way is torch's kernel, which asks the group for a backend in C++; ours are in Python. So kernels of
 this module take its place when a call is first dispatched. For a group of ours they call the method of the group, for
-any other group torch's kernel.
+any other group its backend in C++.
 
 Two operators of functional collectives call methods in C++ that a group in Python cannot have. They get kernels when
 this module is loaded.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -56,18 +57,24 @@ class Method(NamedTuple):
     """Method of a group of ours, as the kernels call it.
 
     Attributes:
+        function: Attribute of the class.
         run: The method: a function of the group, the operands, and the options if there are any.
         options: Class of the options; None for a method without.
         operands: Number of operands.
     """
 
+    function: Callable[..., Any]
     run: Callable[..., Any]
     options: Any
     operands: int
 
+    def is_of(self, group: Any) -> bool:
+        """Return whether a group has this method."""
+        return getattr(type(group), self.run.__name__, None) is self.function
 
-METHODS: dict[Any, Method] = {}
-"""The methods, by the function that is an attribute of the class."""
+
+METHODS: dict[str, Method] = {}
+"""The methods by their names."""
 
 # The operators of c10d, and the names of the method of a group: that of torch 2.13, and an older one.
 _OPERATORS = {
@@ -153,7 +160,7 @@ def dispatch(
     _register_kernels()
     # A method of a group in C++ makes the operator's arguments; one of our group would call itself.
     plain: Any = ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
-    call = getattr(plain, method, None) or getattr(plain, _OLDER[method])
+    call = _method(plain, method)
     # A mode may call other collectives meanwhile.
     outer = _current.end, _current.work
     _current.end, _current.work = end, None
@@ -182,7 +189,7 @@ def dispatch_call(
     method, operands, values = _as_method(call, inputs, outputs)
     if torch.compiler.is_exporting():
         return _export(group, call, method, operands)
-    options = _options(METHODS[getattr(type(group), method)].options, {**values, "asyncop": not wait})
+    options = _options(METHODS[method].options, {**values, "asyncop": not wait})
     given = _tensors(operands)
     work = dispatch(group, method, (*operands, *options), lambda last: start() if _tensors(last) == given else None)
     if isinstance(work, Work):
@@ -275,31 +282,41 @@ def _register_kernels() -> None:
         with warnings.catch_warnings():
             # torch warns that its kernels are replaced.
             warnings.simplefilter("ignore")
-            for name, (method, *_) in _OPERATORS.items():
+            for name, methods in _OPERATORS.items():
                 for key in _KEYS:
-                    kernel = _kernel(getattr(torch.ops.c10d, name).default, method, get_kernel(f"c10d::{name}", key))
+                    kernel = _kernel(
+                        getattr(torch.ops.c10d, name).default, methods, key, get_kernel(f"c10d::{name}", key)
+                    )
                     library.impl(name, kernel, key, with_keyset=True)
         _registered.append(library)
 
 
-def _kernel(operator: Any, method: str, original: Any) -> Callable[..., Any]:
-    """Return the kernel of an operator: `method` for groups of ours, torch's own kernel for others."""
+def _kernel(operator: Any, methods: Sequence[str], key: str, original: Any) -> Callable[..., Any]:
+    """Return the kernel of an operator: a method for groups of ours, and of the backend in C++ for others."""
     arguments = {each.name.replace("_", "").lower(): each.default_value for each in operator._schema.arguments}  # noqa: SLF001
     has_outputs = len(operator._schema.returns) > 1  # noqa: SLF001
 
     def kernel(keyset: Any, *given: Any) -> Any:
         values = {**arguments, **dict(zip(arguments, given, strict=False))}
         group = torch_private.UNBOX_GROUP.get()(values["processgroup"])
-        found = METHODS.get(getattr(type(group), method, None))
-        if found is None:
-            return original.call_boxed(keyset, *given)
-        operands = [value for label, value in values.items() if label not in _NO_OPERANDS][: found.operands]
-        work = None if _current.end is None else _current.end(operands)
-        if work is None:
-            work = found.run(group, *operands, *_options(found.options, values))
-        _current.work = work
-        # C++ may keep the Work longer than Python keeps ours.
-        boxed = torch_private.BOX_WORK.get()(torch_private.WORK_OF_FUTURE.get()(work.get_future()))
+        method = METHODS[methods[0]]
+        operands = [value for label, value in values.items() if label not in _NO_OPERANDS][: method.operands]
+        options = _options(method.options, values)
+        if method.is_of(group):
+            work = None if _current.end is None else _current.end(operands)
+            if work is None:
+                work = method.run(group, *operands, *options)
+            _current.work = work
+            # C++ may keep the Work longer than Python keeps ours.
+            work = torch_private.WORK_OF_FUTURE.get()(work.get_future())
+        else:
+            backend = torch_private.BACKEND_OF_GROUP.of(group)(torch.device(key.lower()))
+            call = getattr(backend, methods[-1], None)
+            if call is None:
+                return original.call_boxed(keyset, *given)
+            # torch's kernel would run under the interpreter's lock, for which a thread of the backend may wait.
+            work = call(*operands, *options)
+        boxed = torch_private.BOX_WORK.get()(work)
         return (given[0], boxed) if has_outputs else boxed
 
     return kernel
@@ -323,54 +340,39 @@ def _options(kind: Any, values: dict[str, Any]) -> Sequence[Any]:
     return (options,)
 
 
-def _is_ours(group: Any) -> bool:
-    return getattr(type(group), "allreduce", None) in METHODS
+def _method(group: Any, name: str) -> Any:
+    """Return the method of a group that has a name in torch 2.13; groups of an older torch have an older name."""
+    return getattr(group, name, None) or getattr(group, _OLDER[name])
 
 
-def _gather_into(original: Any) -> Callable[..., Tensor]:
-    """Return the kernel of ``all_gather_into_tensor_out``."""
-
-    def kernel(keyset: Any, input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-        group = torch_private.RESOLVE_NAME.get()(group_name)
-        if not _is_ours(group):
-            returned: Tensor = original.call_boxed(keyset, input, group_size, group_name, out=out)
-            return returned
-        torch_private.REGISTER_WORK.get()(out, group.all_gather_single(out, input))
-        return out
-
-    return kernel
+def _gather_into(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+    """Run ``all_gather_into_tensor_out``."""
+    group = torch_private.RESOLVE_NAME.get()(group_name)
+    torch_private.REGISTER_WORK.get()(out, _method(group, "all_gather_single")(out, input))
+    return out
 
 
-def _messages(original: Any) -> Callable[..., list[Tensor]]:
-    """Return the kernel of ``batch_p2p_ops``: the result of a send is an empty tensor, to wait for."""
-
-    def kernel(
-        keyset: Any, ops: list[str], peers: list[int], tags: list[int], tensors: list[Tensor], group_name: str
-    ) -> list[Tensor]:
-        group = torch_private.RESOLVE_NAME.get()(group_name)
-        if not _is_ours(group):
-            returned: list[Tensor] = original.call_boxed(keyset, ops, peers, tags, tensors, group_name)
-            return returned
-        results = [tensor if op == "irecv" else tensor.new_empty(0) for op, tensor in zip(ops, tensors, strict=True)]
-        with group.backend.coalescing():
-            works = [
-                (group.recv if op == "irecv" else group.send)([tensor], peer, tag)
-                for op, tensor, peer, tag in zip(ops, tensors, peers, tags, strict=True)
-            ]
-        for result, work in zip(results, works, strict=True):
-            torch_private.REGISTER_WORK.get()(result, work)
-        return results
-
-    return kernel
+def _messages(
+    ops: list[str], peers: list[int], tags: list[int], tensors: list[Tensor], group_name: str
+) -> list[Tensor]:
+    """Run ``batch_p2p_ops``. The result of a send is an empty tensor, for which the program waits."""
+    group = torch_private.RESOLVE_NAME.get()(group_name)
+    results = [tensor if op == "irecv" else tensor.new_empty(0) for op, tensor in zip(ops, tensors, strict=True)]
+    with group.backend.coalescing() if METHODS["send"].is_of(group) else nullcontext():
+        works = [
+            (group.recv if op == "irecv" else group.send)([tensor], peer, tag)
+            for op, tensor, peer, tag in zip(ops, tensors, peers, tags, strict=True)
+        ]
+    for result, work in zip(results, works, strict=True):
+        torch_private.REGISTER_WORK.get()(result, work)
+    return results
 
 
 def _register_functional() -> Library:
     library = Library("_c10d_functional", "IMPL")
-    for name, make in {"all_gather_into_tensor_out": _gather_into, "batch_p2p_ops": _messages}.items():
+    for name, kernel in {"all_gather_into_tensor_out": _gather_into, "batch_p2p_ops": _messages}.items():
         if hasattr(torch_private.FUNCTIONAL.get(), name):
-            for key in _KEYS:
-                kernel = make(get_kernel(f"_c10d_functional::{name}", key))
-                library.impl(name, kernel, key, with_keyset=True)
+            library.impl(name, kernel, "CPU")
     return library
 
 

@@ -168,7 +168,7 @@ def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Calla
             except BackendArgumentError as refused:
                 return _dispatch_refused(self, method.__name__, given, refused)
 
-        METHODS[call] = Method(method, options, count)
+        METHODS[method.__name__] = Method(call, method, options, count)
         return call
 
     return decorate

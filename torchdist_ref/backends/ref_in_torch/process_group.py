@@ -726,6 +726,7 @@ class RefProcessGroup(CallsFromTorch):
         store_calls: Record of the group's creation, which dumps hold as long as the group exists.
 
     Attributes:
+        timeout: Time-out of a call in seconds.
         failure: First failure that this rank has met in any of these groups, as text; found when it leaves one.
     """
 
@@ -735,6 +736,7 @@ class RefProcessGroup(CallsFromTorch):
         super().__init__(backend.link.rank, backend.link.size, "")
         self.backend, self.store, self.store_calls = backend, store, store_calls
         self.members = tuple(members)
+        self.timeout = backend.link.timeout
         backend.serve(self)
         self._on_end = [answer_requests()]
         _joined.add(self)
@@ -746,6 +748,31 @@ class RefProcessGroup(CallsFromTorch):
     def getBackendName(self) -> str:
         """Return the name of the backend."""
         return "ref"
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank of the group has called this: torch's method, whose error names the missing ranks.
+
+        Args:
+            timeout: Longest wait for the other ranks. Default: the group's time-out.
+            wait_all_ranks: Accepted for compatibility with torch: every error names all missing ranks.
+        """
+        from torchdist_ref.debug.monitored import run_monitored_barrier
+        from torchdist_ref.debug.store_calls import StoreCall
+
+        operation, rank = "monitored_barrier", self.rank()
+        others = [other for other in range(self.size()) if other != rank]
+        with self.store_calls.recorded(
+            StoreCall(operation, "", self.members), operation, self.members, rank, self.timeout
+        ):
+            run_monitored_barrier(
+                self.store,
+                rank,
+                self.members,
+                timeout or timedelta(seconds=self.timeout),
+                self.group_desc,
+                lambda: self.backend.failure(others, operation),
+                lambda ranks: self.backend.departure(ranks, operation),
+            )
 
     def shutdown(self) -> None:
         """Leave the group in an orderly way. Members that miss this rank there read which failure it has met."""
