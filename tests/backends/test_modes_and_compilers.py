@@ -31,13 +31,13 @@ pytestmark = [
 Program = Callable[[Any, int, int], Any]
 # Our functions on each of our backends, and torch's functions on `ref`.
 OURS = [("ours", "ref"), ("ours", "gloo"), ("torch", "ref")]
-IDS = ["-".join(door) for door in OURS]
+IDS = ["-".join(entry) for entry in OURS]
 
 
-def made(rank: int, world: int, path: str, door: str, backend: str, program: Program) -> Any:
+def made(rank: int, world: int, path: str, entry: str, backend: str, program: Program) -> Any:
     """Return the result of a program with the functions of a library, on a default group of that library."""
-    library: Any = dist if door == "ours" else c10d
-    store = library.FileStore(f"{path}.{door}.{backend}", world)
+    library: Any = dist if entry == "ours" else c10d
+    store = library.FileStore(f"{path}.{entry}.{backend}", world)
     library.init_process_group(backend, store=store, rank=rank, world_size=world)
     kept.append(c10d.group.WORLD)
     try:
@@ -47,14 +47,14 @@ def made(rank: int, world: int, path: str, door: str, backend: str, program: Pro
         library.destroy_process_group()
 
 
-def beside(rank: int, world: int, path: str, door: tuple[str, str], program: Program) -> tuple[Any, Any]:
+def beside(rank: int, world: int, path: str, entry: tuple[str, str], program: Program) -> tuple[Any, Any]:
     wanted = made(rank, world, path, "torch", "gloo", program)
-    return made(rank, world, path, *door, program), wanted
+    return made(rank, world, path, *entry, program), wanted
 
 
-def compare(program: Program, door: tuple[str, str], path: Path, world: int = 2) -> list[tuple[Any, Any]]:
+def compare(program: Program, entry: tuple[str, str], path: Path, world: int = 2) -> list[tuple[Any, Any]]:
     """Return the results on each rank, and those of torch's functions on Gloo."""
-    return run(beside, world, world, str(path / "meet"), door, program, init=False, ranks="processes", timeout=60)
+    return run(beside, world, world, str(path / "meet"), entry, program, init=False, ranks="processes", timeout=60)
 
 
 def collectives(library: Any, rank: int, world: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -202,23 +202,23 @@ def at_some_breaks(library: Any, rank: int, world: int) -> dict[str, Tensor]:
 
 # Over a second: two groups, on two backends; the compiler is slow to start.
 @pytest.mark.parametrize(
-    ("program", "world", "door"),
+    ("program", "world", "entry"),
     [
         (in_two_graphs, 2, OURS[0]),
-        *(pytest.param(in_one_graph, world, door, marks=pytest.mark.long) for world in (2, 4) for door in OURS),
+        *(pytest.param(in_one_graph, world, entry, marks=pytest.mark.long) for world in (2, 4) for entry in OURS),
     ],
 )
-def test_compiled_functions_give_the_values_of_torchs(program: Program, world: int, door: Any, tmp_path: Path) -> None:
-    for ours, theirs in compare(program, door, tmp_path, world):
+def test_compiled_functions_give_the_values_of_torchs(program: Program, world: int, entry: Any, tmp_path: Path) -> None:
+    for ours, theirs in compare(program, entry, tmp_path, world):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("door", "program"),
-    [(OURS[0], at_some_breaks), *(pytest.param(door, in_several_graphs, marks=pytest.mark.long) for door in OURS)],
+    ("entry", "program"),
+    [(OURS[0], at_some_breaks), *(pytest.param(entry, in_several_graphs, marks=pytest.mark.long) for entry in OURS)],
 )
-def test_graphs_break_at_the_calls_where_torchs_break(door: Any, program: Program, tmp_path: Path) -> None:
-    for ours, theirs in compare(program, door, tmp_path):
+def test_graphs_break_at_the_calls_where_torchs_break(entry: Any, program: Program, tmp_path: Path) -> None:
+    for ours, theirs in compare(program, entry, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -257,9 +257,9 @@ def check_pairs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         torch.testing.assert_close(tensor, theirs[name][1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("door", OURS, ids=IDS)
-def test_a_mode_sees_the_operators_of_torchs_functions(door: Any, tmp_path: Path) -> None:
-    for ours, theirs in compare(seen_operators, door, tmp_path):
+@pytest.mark.parametrize("entry", OURS, ids=IDS)
+def test_a_mode_sees_the_operators_of_torchs_functions(entry: Any, tmp_path: Path) -> None:
+    for ours, theirs in compare(seen_operators, entry, tmp_path):
         check_pairs(ours, theirs)
 
 
@@ -274,9 +274,9 @@ def modules(library: Any, rank: int, world: int) -> list[dict[str, int]]:
     return counts
 
 
-@pytest.mark.parametrize("door", OURS, ids=IDS)
-def test_comm_debug_mode_counts_the_calls_of_torchs_modules(door: Any, tmp_path: Path) -> None:
-    for ours, theirs in compare(modules, door, tmp_path):
+@pytest.mark.parametrize("entry", OURS, ids=IDS)
+def test_comm_debug_mode_counts_the_calls_of_torchs_modules(entry: Any, tmp_path: Path) -> None:
+    for ours, theirs in compare(modules, entry, tmp_path):
         assert ours == theirs
         assert [sum(counts.values()) for counts in theirs] > [0, 0]
 
@@ -316,9 +316,9 @@ def recorded(library: Any, rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("door", OURS[:2], ids=IDS[:2])
-def test_make_fx_records_the_operators_of_torchs_functions(door: Any, tmp_path: Path) -> None:
-    for ours, theirs in compare(recorded, door, tmp_path):
+@pytest.mark.parametrize("entry", OURS[:2], ids=IDS[:2])
+def test_make_fx_records_the_operators_of_torchs_functions(entry: Any, tmp_path: Path) -> None:
+    for ours, theirs in compare(recorded, entry, tmp_path):
         check_pairs(ours, theirs)
 
 
@@ -377,9 +377,9 @@ def functional_operators(library: Any, rank: int, world: int) -> list[Tensor]:
     return [*waited, out, received]
 
 
-@pytest.mark.parametrize("door", OURS, ids=IDS)
-def test_operators_that_need_methods_in_cpp(door: Any, tmp_path: Path) -> None:
-    for rank, (ours, theirs) in enumerate(compare(functional_operators, door, tmp_path)):
+@pytest.mark.parametrize("entry", OURS, ids=IDS)
+def test_operators_that_need_methods_in_cpp(entry: Any, tmp_path: Path) -> None:
+    for rank, (ours, theirs) in enumerate(compare(functional_operators, entry, tmp_path)):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         torch.testing.assert_close(ours[-1], fill(1 - rank, (4, 3), torch.float32))
 
