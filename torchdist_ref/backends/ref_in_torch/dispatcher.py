@@ -199,9 +199,9 @@ def dispatch_call(
 
 
 def _export(group: Any, call: Call, method: str, operands: Sequence[Any]) -> Work:
-    """Have ``torch.export`` record a call of this library as torch's function of the same meaning.
+    """Have ``torch.export`` record a call of this library as it does a call of torch's function.
 
-    That function is rewritten as a functional collective.
+    torch rewrites its function as a functional collective.
     """
     reduction = getattr(call, "reduction", "sum").removeprefix("premul_").upper()
     op = getattr(ReduceOp, reduction)
