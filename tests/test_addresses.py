@@ -262,6 +262,30 @@ def test_a_launch_on_a_host_with_ipv6_alone() -> None:
         assert run(on_ipv6_alone, 1, pair, ranks="processes", init=False) == ["::1"]
 
 
+def launch_at(rank: int, hosts: Sequence[Host], names: Sequence[str]) -> tuple[Any, str]:
+    hosts[rank].enter()
+    private_mounts.use_hosts_file(names[rank])
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchdist_ref.launcher").addHandler(handler)
+    endpoint, options = " node0:029411 ", {"join_timeout": 20}
+    config = LaunchConfig(2, 2, 1, None, "7", "r", endpoint, "c10d", options, start_method="fork")
+    return elastic_launch(config, os.getenv)("MASTER_ADDR"), " ".join(messages)
+
+
+@needs_namespaces
+def test_launchers_meet_at_a_name_that_is_loopback_and_an_interface() -> None:
+    names = ["127.0.1.1 node0\n10.77.0.1 node0", "10.77.0.1 node0"]
+    with namespaces.hosts(2) as pair:
+        found = run(launch_at, 2, pair, names, ranks="processes", init=False)
+    # Ranks follow the order of joining.
+    assert sorted(rank for each, _ in found for rank in each) == [0, 1]
+    assert all(list(each.values()) == ["node0"] for each, _ in found)
+    # The others reach the first host, so only the warning about the job token is left.
+    assert "whoever reaches node0 can join" in found[0][1] and "loopback" not in found[0][1]
+
+
 # Attempts to connect
 
 

@@ -409,7 +409,9 @@ class _HostAgent:
     def _address(self) -> str:
         """Return the address of this host at which the others reach it."""
         if not self._own_address:
-            _, self._own_address = next(local_ends(self._settings.host), (0, ""))
+            found = [address for _, address in local_ends(self._settings.host)]
+            # /etc/hosts may map the name of this host to loopback and to an interface.
+            self._own_address = next((each for each in found if not is_loopback(each)), *found[:1] or [""])
         if not self._own_address:
             raise CoordinatorLost(f"{self._name} has no route to {self._settings.host}, or cannot resolve it", False)
         return self._own_address
