@@ -201,3 +201,55 @@ def test_abort_ends_the_calls_of_all_groups_of_a_mesh() -> None:
     found = run(aborted, 4, threading.Barrier(4))
     assert found[0] == (True, ["DestroyedBackend", "DestroyedBackend"])
     assert found[1:] == ["ended"] * 3
+
+
+WRONG_GROUPS = {
+    "no group": (lambda group: [], None, "Expects at least one ProcessGroup"),
+    "a list without a mesh": (lambda group: [group, group], None, "Must pass mesh if passing multiple ProcessGroups"),
+    "ranks of no group": (lambda group: group, [1, 0, 2], "(?i)mesh"),
+    "other ranks": (lambda group: group, torch.tensor([0]), "(?i)invalid mesh .*for ProcessGroup with ranks"),
+    "fractions": (lambda group: group, [0.5, 1.5], "(?i)mesh"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GROUPS)
+def test_groups_that_do_not_fit_are_a_value_error_as_in_torch(case: str) -> None:
+    groups, mesh, words = WRONG_GROUPS[case]
+
+    def program(rank: int) -> None:
+        group = groups(dist.group.WORLD)
+        # torch's function takes our groups.
+        for kind in (theirs.device_mesh.DeviceMesh, dist.DeviceMesh):
+            with pytest.raises(ValueError, match=words):
+                kind.from_group(group, "cpu", mesh)
+
+    run(program, 2)
+
+
+def test_an_unknown_name_is_still_a_key_error() -> None:
+    def program(rank: int) -> None:
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        for call in (mesh.get_group, mesh.get_local_rank, mesh.__getitem__):
+            with pytest.raises(KeyError, match="'ab'"):
+                call("ab")
+
+    run(program, 2)
+
+
+def test_the_group_of_a_flattened_dimension_is_found_by_its_name() -> None:
+    def program(rank: int) -> Any:
+        seen: list[Any] = []
+        # torch's mesh, whose groups are on our default group, is the oracle.
+        for module in (dist, theirs.device_mesh):
+            cube: Any = module.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+            cube["a", "b"]._flatten("ab")
+            tensor = fill(rank, (3,))
+            group = cube.get_group("ab")
+            dist.all_reduce(tensor, group=group)
+            seen.append((tensor.tolist(), group.size(), cube.get_local_rank("ab"), cube["b"].get_group("ab") is group))
+        return seen
+
+    for rank, (ours, torchs) in enumerate(run(program, 4)):
+        assert ours == torchs
+        assert ours[0] == sum((fill(other, (3,)) for other in range(1, 4)), fill(0, (3,))).tolist()
+        assert ours[1:3] == (4, rank)

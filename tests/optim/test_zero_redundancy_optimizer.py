@@ -345,3 +345,28 @@ def test_models_of_different_shapes_are_named_at_construction() -> None:
                 f"ZeroRedundancyOptimizer: parameter {index} ('of shape [3, {1 + rank}]') differs"
             )
             assert "(3, 1), strides (1, 1) on ranks [0]" in message and "(3, 2), strides (2, 1) on ranks [1]" in message
+
+
+def test_arguments_of_step_reach_the_optimizer_as_they_are() -> None:
+    class Recording(torch.optim.SGD):
+        """Optimizer whose step has other arguments, as those of some programs have."""
+
+        def step(self, closure: Any = None, kwarg: Any = None) -> Any:
+            kwarg.append(closure)
+            return super().step()
+
+    def program(rank: int) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer as Theirs
+
+        seen = []
+        for kind in (ZeroRedundancyOptimizer, Theirs):
+            weight = nn.Parameter(fill(7, (3,)))
+            weight.grad = fill(8, (3,))
+            optimizer, passed = kind([weight], Recording, lr=0.5), []
+            optimizer.step(0, kwarg=passed)
+            seen.append((passed, weight.detach().tolist()))
+        return seen
+
+    for ours, torchs in run(program, 2):
+        assert ours == torchs
+        assert ours[0] in ([0], [])

@@ -32,6 +32,11 @@ from torchdist_ref.groups.world import (
     resolve,
 )
 
+
+class MeshError(DistError, ValueError):
+    """A wrong argument of a mesh. torch raises a ValueError in `DeviceMesh.from_group`, else a RuntimeError."""
+
+
 Names = tuple[str, ...] | None
 Groups = tuple[ProcessGroup | int, ...]
 
@@ -128,9 +133,14 @@ class DeviceMesh(TorchMesh):
             The mesh.
 
         Raises:
-            DistError: The groups do not match the ranks.
+            DistError: The groups do not match the ranks, or there is none, or there is a list without `mesh`. It is a
+                ValueError too.
         """
         several = isinstance(group, (list, tuple))
+        if several and not group:
+            _refuse("group", "a group, or a list of them. Expects at least one ProcessGroup to be passed", group)
+        if several and mesh is None:
+            _refuse("mesh", "the ranks. Must pass mesh if passing multiple ProcessGroups", mesh)
         groups = tuple(_existing(each) for each in (group if several else [group]))  # type: ignore[union-attr]
         if mesh is None and not several:
             mesh = list(groups[0].members)
@@ -138,9 +148,11 @@ class DeviceMesh(TorchMesh):
         _check_mesh(device_type, ranks, mesh_dim_names)
         made = cls.__new__(cls)
         made._make(device_type, ranks, mesh_dim_names, groups)
-        lines = [made._line(dimension) for dimension in range(ranks.dim())]  # noqa: SLF001 - the same class
+        is_in = made.get_coordinate() is not None
+        lines = [made._line(dimension) for dimension in range(ranks.dim())] if is_in else []  # noqa: SLF001
         if [sorted(line) for line in lines] != [sorted(each.members) for each in groups]:
-            _refuse("group", f"groups of the ranks {lines}", [list(each.members) for each in groups])
+            members = [list(each.members) for each in groups]
+            _refuse("group", f"groups of the ranks {lines}, or invalid mesh for ProcessGroup with ranks", members)
         return made
 
     def _line(self, dimension: int) -> list[int]:
@@ -202,16 +214,24 @@ class DeviceMesh(TorchMesh):
             DistError: This rank is not in the mesh, or there are several dimensions and none is given.
             KeyError: No dimension has this name.
         """
+        flattened = self._flattened(mesh_dim)
+        if flattened is not None:
+            return int(flattened.get_local_rank())
         return self.get_group(self._dimension(mesh_dim, "get_local_rank")).rank()
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return the group of this rank's line along one dimension, given by index or name.
+
+        The name may be that of a dimension that ``_flatten`` has made.
 
         Raises:
             DistError: This rank is not in the mesh, or there are several dimensions and none is given.
             KeyError: No dimension has this name.
         """
         self._require_coordinate()
+        flattened = self._flattened(mesh_dim)
+        if flattened is not None:
+            return flattened.get_group()  # type: ignore[no-any-return]
         group = self._groups[self._dimension(mesh_dim, "get_group")]
         assert isinstance(group, ProcessGroup), "a rank of the mesh is in a line of each dimension"
         refuse_destroyed(group, "DeviceMesh.get_group")
@@ -269,6 +289,14 @@ class DeviceMesh(TorchMesh):
             expected = f"one of this mesh's {self.ndim} dimensions, from 0 up"
             raise EntryError(explain(f"DeviceMesh.{operation}", "mesh_dim", expected, wanted))
         return number
+
+    def _flattened(self, name: Any) -> Any:
+        """Return the mesh of a dimension that ``_flatten`` has made; None if there is none of this name.
+
+        torch keeps them at the mesh from which others are slices.
+        """
+        root = self if self._root_mesh is None else self._root_mesh
+        return vars(root).get("_flatten_mapping", {}).get(name) if isinstance(name, str) else None
 
     def _named(self, name: str) -> int:
         if self._names is None or name not in self._names:
@@ -436,8 +464,7 @@ def _check_names(names: Any, dimensions: int) -> None:
 
 
 def _refuse(argument: str, expected: str, got: Any) -> NoReturn:
-    # torch raises RuntimeError for all wrong arguments of a mesh.
-    raise DistError(explain("DeviceMesh", argument, expected, got))
+    raise MeshError(explain("DeviceMesh", argument, expected, got))
 
 
 def _backend_of(override: Any) -> str | None:

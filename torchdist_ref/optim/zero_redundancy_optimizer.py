@@ -163,28 +163,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             copy_options(self.optim.param_groups, self.param_groups)
             self._flatten()
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Update this rank's shard, and exchange shards. All ranks call it together.
 
         Args:
-            closure: Computes the loss again, for optimizers that want that.
+            closure: Computes the loss again, for optimizers that want that. It is passed to the optimizer's ``step``.
             **kwargs: Passed to the optimizer's own ``step``.
 
         Returns:
             The result of the optimizer's ``step``. With ``overlap_with_ddp``, None, and nothing happens.
 
         Raises:
-            ArgumentTypeError: `closure` is no function.
+            ArgumentTypeError: `closure` is no function, and the optimizer calls it.
         """
-        if closure is not None and not callable(closure):
-            raise ArgumentTypeError(explain("ZeroRedundancyOptimizer.step", "closure", "a function or None", closure))
         if self.overlap_with_ddp:
             logger.warning("ZeroRedundancyOptimizer.step does nothing with overlap_with_ddp: the hook updates.")
             return None
         Join.notify_join_context(self)
-        return self._step_and_broadcast(closure, **kwargs)
+        try:
+            return self._step_and_broadcast(closure, **kwargs)
+        except TypeError as error:
+            if closure is None or callable(closure):
+                raise
+            text = explain("ZeroRedundancyOptimizer.step", "closure", "a function or None", closure)
+            raise ArgumentTypeError(text) from error
 
-    def _step_and_broadcast(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+    def _step_and_broadcast(self, closure: Any, **kwargs: Any) -> Any:
         copy_options(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
