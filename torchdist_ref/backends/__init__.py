@@ -4,7 +4,8 @@ This file registers ``ref`` with torch, which runs while torch starts. When torc
 ``torch.backends`` of the installed package, and fails if that raises. The entry point is
 ``torchdist_ref._register_with_torch``, which logs what goes wrong with this file. Nothing else is imported before a
 program makes a group on ``ref``. Only the package's own ``__init__`` can still keep torch from starting, if Python
-cannot read it; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` helps then.
+cannot read it; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` helps then. torch 2.14 and later also load an entry point
+``torch.distributed.backends`` of the same function, when a program names the backend.
 
 Do not import anything of ours or torch at the top of this file, and do not add work here: torch's start waits for it.
 """

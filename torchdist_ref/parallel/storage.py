@@ -120,6 +120,7 @@ class DenseBucket:
         on_cpu = parameters[0].device.type == "cpu"
         self._small = [on_cpu and parameter.numel() <= SMALL_GRADIENT_ELEMENTS for parameter in parameters]
         self._postponed: list[tuple[int, torch.Tensor]] = []
+        self._targets: list[torch.Tensor] = []
         self.reset()
         self.set_packing()
 
@@ -141,6 +142,7 @@ class DenseBucket:
     def release(self) -> None:
         """Free the buffers at the end of an iteration, if they are allocated anew in each."""
         if self._lazy:
+            self._targets = []
             self._own.release()
             self.wire_buffers.release()
 
@@ -155,21 +157,23 @@ class DenseBucket:
         unrounded = self.gradient_as_view or self._complex or wire_dtype is self._dtype
         self.wire_dtype = None if unrounded else wire_dtype
         self.scale = scale if self.wire_dtype is wire_dtype else 1.0
+        self._targets = []
         # A Python number would become a tensor for each gradient, which costs more than to multiply a small one.
         self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=_exact(self._dtype))
         self._postponed.clear()
 
-    @property
-    def _targets(self) -> list[torch.Tensor]:
-        """Buffer that gradients are packed into, as one view per parameter."""
-        return self.views if self.wire_dtype is None else self.wire_buffers.views(self.wire_dtype)
+    def _packed(self) -> list[torch.Tensor]:
+        """Return the buffer that gradients are packed into, as one view per parameter; kept until it is freed."""
+        found = self.views if self.wire_dtype is None else self.wire_buffers.views(self.wire_dtype)
+        self._targets = found
+        return found
 
     def copy_in(self, slot: int) -> None:
         """Pack the gradient of one parameter; zeros if it has none.
 
         Small gradients are postponed until the bucket is launched: one call costs more than their copies.
         """
-        gradient, target = self.parameters[slot].grad, self._targets[slot]
+        gradient, target = self.parameters[slot].grad, (self._targets or self._packed())[slot]
         if gradient is None:
             target.zero_()
             return
@@ -197,7 +201,7 @@ class DenseBucket:
         """Copy the gradients that were postponed, all at once."""
         if not self._postponed:
             return
-        targets = self._targets
+        targets = self._packed()
         views = [targets[slot] for slot, _ in self._postponed]
         copy_many(views, [gradient for _, gradient in self._postponed])
         if self._factor is not None:
@@ -243,8 +247,9 @@ class DenseBucket:
             slots = [slot for slot in slots if self.parameters[slot].grad is None]
         sources = self._unpacked(value)
         if self.gradient_as_view:
+            views = self.views
             for slot in slots:
-                parameter, view = self.parameters[slot], self.views[slot]
+                parameter, view = self.parameters[slot], views[slot]
                 if parameter.grad is not view:
                     parameter.grad = view
         else:
@@ -258,7 +263,7 @@ class DenseBucket:
         if self.wire_dtype is not None:
             wire = self.wire_buffers.flat(self.wire_dtype)
             if location == (wire.data_ptr(), self.wire_dtype):
-                return self._targets
+                return self._packed()
         if self.gradient_as_view or self._complex:
             self.buffer.copy_(value.detach().reshape(-1))
             return self.views
