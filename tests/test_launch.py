@@ -276,6 +276,23 @@ def test_the_traceback_of_a_rank_precedes_the_launchers_line(tmp_path: Path) -> 
     )
 
 
+def test_the_report_has_the_end_of_redirected_standard_error(launch: Launch, tmp_path: Path) -> None:
+    """Once it had neither, and asked to decorate the main function below a traceback that Python had printed."""
+    script = f"{RANK}if rank == 1: raise ValueError('boom')\n{WAIT}"
+    result = launch(script, "--nproc-per-node", "2", "--redirects", "1:3", "--log-dir", "logs")
+    [line] = [each for each in result.stderr.splitlines() if each.startswith("  stderr    : ")]
+    printed = (tmp_path / line.partition(": ")[2]).read_text()
+    assert printed.endswith("ValueError: boom\n")
+    expected = "\n  ".join(["the last lines of its standard error:", *printed.splitlines()])
+    assert result.stderr.endswith(f"{line}\n  traceback : {expected}\n")
+
+
+def test_the_report_asks_for_no_decorator_below_a_traceback(launch: Launch) -> None:
+    result = launch("raise ValueError('boom')")
+    assert result.stderr.endswith("  traceback : printed above, in the output of this rank\n")
+    assert "To enable traceback: decorate" in launch("raise SystemExit(3)").stderr
+
+
 def test_the_report_has_no_path_of_a_record_that_is_gone(launch: Launch, tmp_path: Path) -> None:
     script = "from torchdist_ref import failure_record\nfailure_record.write(ValueError('boom'))\nraise SystemExit(1)"
     assert "  error_file: <N/A>\n  traceback : ValueError: boom\n" in launch(script).stderr
@@ -426,6 +443,14 @@ def test_wrong_options_are_reported(tmp_path: Path, options: list[str], words: s
     result = subprocess.run(command(*options), cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert words in result.stderr
     assert result.returncode == 2
+
+
+def test_without_a_script_the_usage_is_shown(tmp_path: Path) -> None:
+    result = subprocess.run(command(), cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.stderr.startswith(
+        "usage: python -m torchdist_ref.launch [options] script [arguments of the script]\n"
+    )
+    assert result.stderr.endswith("--help lists the options.\n") and result.returncode == 2
 
 
 def test_a_port_in_use_is_reported(launch: Launch) -> None:

@@ -76,6 +76,7 @@ PARTS = (
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
     Part("stores", "1 infrastructure", CORE, torch=LATE),
     Part("job_environment", "1 infrastructure", torch=NEVER),
+    Part("about", "1 infrastructure", torch=NEVER),
     Part("processes", "1 infrastructure", torch=NEVER),
     Part("failure_record", "1 infrastructure", ("errors",), torch=NEVER),
     Part("program_end", "1 infrastructure", ("failure_record", "living_objects"), torch=NEVER),
@@ -152,7 +153,7 @@ PARTS = (
     Part(
         "launcher",
         "launcher",
-        ("errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "elastic"),
+        ("about", "errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "elastic"),
         torch=LATE,
     ),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),
@@ -165,6 +166,7 @@ PARTS = (
     Part("testing", "tools", (ALL,)),
     Part("benchmark", "tools", (ALL,)),
     Part("notebook", "tools", (ALL,)),
+    Part("__main__", "tools", ("about",), torch=NEVER),
 )
 BY_NAME = {part.name: part for part in PARTS}
 TRAINING = tuple(part.name for part in PARTS if part.layer == "4 training")

@@ -411,7 +411,7 @@ class LauncherOptionsDirective(Directive):
         """Read the parser, and write the groups that have options with values or switches."""
         shown: list[nodes.Node] = []
         for group in get_args_parser()._action_groups:  # noqa: SLF001 (argparse has no public list)
-            found = [option for option in group._group_actions if option.dest != "help"]  # noqa: SLF001
+            found = [option for option in group._group_actions if option.dest not in ("help", "version")]  # noqa: SLF001
             found = [option for option in found if option.option_strings]
             if not found:
                 continue

@@ -28,12 +28,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchdist_ref.errors import indexed, message_of
 from torchdist_ref.failure_record import ERROR_FILE, NO_FILE
+from torchdist_ref.launcher.worker import TRACEBACK
 from torchdist_ref.processes import signal_name
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
 _TORCH = "torch.distributed.elastic.multiprocessing"
 _NO_TRACEBACK = "decorate the main function with torchdist_ref.elastic.multiprocessing.errors.record"
+# Of a log file, in a report.
+_MAX_TAIL_LINES, _MAX_TAIL_BYTES = 20, 8192
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -90,14 +93,43 @@ class ProcessFailure:
 def failure_of(worker: Any, kind: Any) -> Any:
     """Return the failure of a worker: with the content of its record, and with the path if the record remains.
 
+    Without a record, its message has the last lines of the worker's log file, if standard error goes to one.
+
     Args:
         worker: Its `Exit`.
         kind: Class of the failure.
     """
     failure = kind(worker.local_rank, worker.pid, worker.status, worker.error_file)
+    failure.stderr_file = worker.stderr_file
+    if failure.error_file == NO_FILE:
+        failure.message = _message_without_record(worker, failure.message)
     if not worker.keeps_record:
         failure.error_file = NO_FILE
     return failure
+
+
+def _message_without_record(worker: Any, message: str) -> str:
+    last = "" if worker.printed_traceback else _last_lines(worker.stderr_file)
+    lines = [message]
+    if worker.status >= 0 and worker.printed_traceback:
+        lines = ["printed above, in the output of this rank"]
+    elif worker.status >= 0 and TRACEBACK in last:
+        lines = []
+    lines += [worker.memory] if worker.memory else []
+    lines += ["the last lines of its standard error:", last] if last else []
+    return "\n".join(lines)
+
+
+def _last_lines(path: str) -> str:
+    """Return the end of a log file; empty if there is none or nothing has been written."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-_MAX_TAIL_LINES:])
+    except OSError:
+        return ""
 
 
 class ChildFailedError(Exception):
@@ -153,6 +185,7 @@ def describe(rank: int, failure: Any, host: str = "") -> str:
         ("rank", f"{rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{ended} (pid: {failure.pid})"),
         ("error_file", failure.error_file),
+        *([("stderr", stderr_file)] if (stderr_file := getattr(failure, "stderr_file", "")) else []),
         ("traceback", text.replace("\n", "\n  ")),
     )
     return "\n".join(f"  {name:<10}: {value}" for name, value in rows)

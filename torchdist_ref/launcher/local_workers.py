@@ -23,6 +23,7 @@ from torchdist_ref.errors import ArgumentError, advice_on_limit
 from torchdist_ref.launcher import orphans, timers
 from torchdist_ref.launcher.environment import Assignment, Job, one_device, worker_environment
 from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs, temporary_folder
+from torchdist_ref.launcher.memory import OutOfMemoryKills
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
 
@@ -81,6 +82,9 @@ class Exit:
         status: Exit code, or the negative number of the signal that killed it.
         error_file: Path of its failure record, which need not exist.
         keeps_record: Whether the record remains when the job has ended.
+        stderr_file: Log file of its standard error; empty for none.
+        printed_traceback: Whether the traceback of an exception has appeared on the console.
+        memory: Sentence on whether the memory was the cause of a SIGKILL; empty for other ends.
     """
 
     rank: int
@@ -89,6 +93,9 @@ class Exit:
     status: int
     error_file: str
     keeps_record: bool = True
+    stderr_file: str = ""
+    printed_traceback: bool = False
+    memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,7 @@ class LocalWorkers:
         environments = {rank: self._environment(assignment, rank) for rank in range(len(assignment.global_ranks))}
         logs = self._logs.reify(environments)
         plans = [self._plan(assignment, rank, environments[rank], logs) for rank in environments]
+        kills = OutOfMemoryKills()
         supervisor = self._running = Supervisor(
             plans,
             grace=self.settings.shutdown_timeout,
@@ -230,7 +238,7 @@ class LocalWorkers:
         finally:
             self._running = None
             self._end_orphans()
-        return self._outcome(supervisor, logs, assignment)
+        return self._outcome(supervisor, logs, assignment, kills)
 
     def _start_error(self, rank: int, error: OSError) -> str:
         """Say in words that a worker cannot be started."""
@@ -286,9 +294,11 @@ class LocalWorkers:
         entrypoint.write_call(self._folder, rank, target, args)
         return entrypoint.command(self._folder, rank), None
 
-    def _outcome(self, supervisor: Supervisor, logs: LogsDest, assignment: Assignment) -> Outcome:
+    def _outcome(
+        self, supervisor: Supervisor, logs: LogsDest, assignment: Assignment, kills: OutOfMemoryKills
+    ) -> Outcome:
         keeps_records = self.settings.logs_specs is not None
-        exits = {id(worker): _exit(worker, keeps_records) for worker in supervisor.workers}
+        exits = {id(worker): _exit(worker, keeps_records, kills) for worker in supervisor.workers}
         first = supervisor.first_failure
         values: dict[int, Any] = {}
         if not supervisor.code and not supervisor.stopped:
@@ -333,9 +343,19 @@ def _substituted(arg: Any, local_rank: int) -> Any:
     return Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
 
 
-def _exit(worker: Worker, keeps_record: bool) -> Exit:
-    plan, status = worker.plan, worker.process.status
-    return Exit(plan.rank, plan.local_rank, worker.process.pid, status or 0, plan.error_file, keeps_record)
+def _exit(worker: Worker, keeps_record: bool, kills: OutOfMemoryKills) -> Exit:
+    plan, status = worker.plan, worker.process.status or 0
+    return Exit(
+        plan.rank,
+        plan.local_rank,
+        worker.process.pid,
+        status,
+        plan.error_file,
+        keeps_record,
+        plan.stderr.path if plan.stderr.path != os.devnull else "",
+        any(relay.has_traceback for relay in worker.relays.values()),
+        kills.explain_kill() if status == -signal.SIGKILL else "",
+    )
 
 
 def binding(numa_options: Any) -> Callable[[int], tuple[int, ...]] | None:

@@ -53,6 +53,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     for add in (_add_size_options, _add_rendezvous_options, _add_worker_options, _add_log_options):
         add(parser)
+    text = "print the versions of torchdist_ref, Python and torch, and exit"
+    parser.add_argument("--version", action=_PrintVersions, nargs=0, default=argparse.SUPPRESS, help=text)
     parser.add_argument("training_script", metavar="script", help="the script to run, or with -m the module")
     rest = parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
@@ -65,8 +67,21 @@ class _Parser(argparse.ArgumentParser):
     """Parser that reports an error in one sentence, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
-        """Write the sentence and exit with 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """Write the sentence and exit with 2. Without a script, say how the command is used."""
+        text = f"{self.prog}: error: {message}\n"
+        if message.endswith(": script"):
+            text = f"usage: {self.prog} [options] script [arguments of the script]\n{text}--help lists the options.\n"
+        self.exit(2, text)
+
+
+class _PrintVersions(argparse.Action):
+    """Option that prints versions."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        from torchdist_ref.about import versions
+
+        sys.stdout.write(f"{versions()}\n")
+        parser.exit()
 
 
 class _PrintCompletion(argparse.Action):

@@ -27,6 +27,8 @@ with contextlib.suppress(ImportError):
 # Longer unfinished lines are cut, so that output without line ends cannot fill the memory.
 _MAX_LINE_BYTES = 1 << 24
 _CONSOLE = Output()
+# Start of the traceback of an exception that Python prints.
+TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,9 @@ class LineRelay:
         filtered: Log file of the lines that contain a text of `filters`, with the prefix. Default: none.
         filters: Texts.
 
+    Attributes:
+        has_traceback: Whether the traceback of an exception has been forwarded.
+
     Example:
         >>> import io
         >>> sink = io.BytesIO()
@@ -317,6 +322,7 @@ class LineRelay:
         self._filters = filters
         self._rest = bytearray()
         self._shown = 0
+        self.has_traceback = False
 
     @property
     def is_held(self) -> bool:
@@ -373,6 +379,7 @@ class LineRelay:
     def _write(self, lines: bytes) -> None:
         if not lines:
             return
+        self.has_traceback |= TRACEBACK.encode() in lines
         if self._filtered is not None:
             wanted = (line for line in lines.splitlines(keepends=True) if any(text in line for text in self._filters))
             self._filtered.write(b"".join(self._prefix + line for line in wanted))
