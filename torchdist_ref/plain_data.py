@@ -192,7 +192,7 @@ class _Decoder:
         # An element of bool must be 0 or 1, and an empty tensor may be of any sizes.
         stored = torch.uint8 if dtype is torch.bool else dtype
         try:
-            flat = torch.frombuffer(elements, dtype=stored) if elements else torch.empty(0, dtype=stored)
+            flat = torch.frombuffer(elements, dtype=stored) if elements else torch.empty(0, dtype=stored, device="cpu")
             tensor = (flat != 0 if dtype is torch.bool else flat).reshape(shape)
             return tensor.requires_grad_() if requires_grad else tensor
         except (RuntimeError, TypeError) as error:

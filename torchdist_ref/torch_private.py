@@ -298,12 +298,6 @@ WILL_EXECUTE = PrivateName(
 )
 COPY_MANY = PrivateName("torch", "_foreach_copy_", "copies gradients to buckets", "backward of DDP raises")
 SCALE_MANY = PrivateName("torch", "_foreach_mul_", "divides gradients", "backward of DDP raises")
-KEEP_VERSIONS = PrivateName(
-    "torch.autograd.grad_mode",
-    "_unsafe_preserve_version_counter",
-    "lets DDP broadcast buffers that backward has saved",
-    "DDP with buffers raises",
-)
 FUNCTIONAL = PrivateName(
     "torch",
     "ops._c10d_functional",
@@ -326,18 +320,21 @@ IS_FUNCTIONAL = PrivateName(
     "torch._C._functorch", "is_functionaltensor", "recognizes tensors in `torch.func.functionalize`", "the same"
 )
 SYNC_VIEWS = PrivateName("torch", "_sync", "applies changes of views of these tensors", "calls on these tensors raise")
-TRANSFORM = PrivateName(
-    "torch._C._functorch", "peek_interpreter_stack", "tells whether such a transform runs", "calls of torch's raise"
-)
-WITHOUT_TRANSFORMS = PrivateName(
-    "torch._functorch.pyfunctorch",
-    "temporarily_clear_interpreter_stack",
-    "keeps a transform off the tensors of a backend",
-    "calls in transforms raise",
-)
 UNWRAPPED = PrivateName(
     "torch._C._functorch", "get_unwrapped", "finds the tensor in memory inside these tensors", "calls on them raise"
 )
+FORCE_DISPATCH = PrivateName(
+    "torch._C", "_ForceDispatchKeyGuard", "keeps the modes of the caller off the memory of a backend", "calls raise"
+)
+DISPATCH_KEYS = PrivateName("torch._C", "DispatchKeySet", "modes that this leaves", "the same")
+DISPATCH_KEY = PrivateName("torch._C", "DispatchKey", "the same", "the same")
+FUNCTION_MODES = PrivateName(
+    "torch._C", "_len_torch_function_stack", "tells whether modes intercept functions of torch in Python", "the same"
+)
+TRANSFORMS = PrivateName(
+    "torch._C", "_are_functorch_transforms_active", "tells whether a transform of `torch.func` runs", "the same"
+)
+WITHOUT_FUNCTION_MODES = PrivateName("torch._C", "DisableTorchFunction", "leaves these modes", "the same")
 FUTURE = PrivateName("torch._C", "Future", "base class of the futures that hooks may return", _NO_DDP)
 DISPATCH_MODE = PrivateName(
     "torch.utils._python_dispatch", "TorchDispatchMode", "gives dropout in `Pipe` its generator", "`Pipe` raises"

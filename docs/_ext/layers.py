@@ -23,7 +23,7 @@ NEVER = "never"
 LATE = "only inside functions"
 YES = "yes"
 
-CORE = ("errors", "calls", "forks", "living_objects", "recorder", "timeouts", "witness", "work")
+CORE = ("errors", "calls", "forks", "living_objects", "recorder", "timeouts", "torch_modes", "witness", "work")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ PARTS = (
     Part("witness", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
+    Part("torch_modes", "0 core types", ("torch_private",)),
     Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_private")),
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
     Part("stores", "1 infrastructure", CORE, torch=LATE),

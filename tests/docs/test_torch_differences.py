@@ -95,7 +95,7 @@ def of_gloo(rank: int, path: str) -> Facts:
     factor = torch.tensor([rank + 2.0], requires_grad=True)
     torch.distributed.nn.functional.all_reduce(factor, c10d.ReduceOp.PRODUCT).backward(torch.tensor([3.0]))
     found["product"] = factor.grad.item() if factor.grad is not None else None
-    found["graphs"] = gradients_of_plain_collectives(rank)
+    found |= {"graphs": gradients_of_plain_collectives(rank), "noticed": noticed(rank)}
     group = c10d.new_group([0, 1, 2])
     objects = [None] * 3
     c10d.all_gather_object(objects, RunsCode(), group)
@@ -119,6 +119,36 @@ def gradients_of_plain_collectives(rank: int) -> Facts:
             c10d.reduce_scatter_tensor(outputs[rank], inputs.reshape(3))
         outputs[rank].backward()
         found[name] = None if inputs.grad is None else inputs.grad.flatten().tolist()
+    return found
+
+
+def noticed(rank: int) -> dict[str, bool]:
+    """Return for each call whether the version of its output, by which autograd notices changes, has moved."""
+    mine, blocks = torch.ones(3), [torch.ones(3) for _ in range(3)]
+
+    def from_the_rank_before(tensor: torch.Tensor) -> None:
+        work = c10d.isend(torch.ones(3), (rank + 1) % 3)
+        c10d.recv(tensor, (rank - 1) % 3)
+        assert work is not None
+        work.wait()
+
+    calls: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]] = {
+        "all_reduce": (torch.ones(3), c10d.all_reduce),
+        "broadcast": (torch.ones(3), lambda t: c10d.broadcast(t, 0)),
+        "reduce": (torch.ones(3), lambda t: c10d.reduce(t, 0)),
+        "scatter": (torch.ones(3), lambda t: c10d.scatter(t, blocks if rank == 0 else None, 0)),
+        "all_to_all_single": (torch.ones(3), lambda t: c10d.all_to_all_single(t, mine)),
+        "recv": (torch.ones(3), from_the_rank_before),
+        "all_gather": (torch.ones(3), lambda t: c10d.all_gather([t, blocks[1], blocks[2]], mine)),
+        "reduce_scatter": (torch.ones(3), lambda t: c10d.reduce_scatter(t, blocks)),
+        "all_to_all": (torch.ones(3), lambda t: c10d.all_to_all([t, *[torch.ones(3)] * 2], blocks)),
+    }
+    outputs = [torch.ones(3) for _ in range(3)]
+    c10d.gather(mine, outputs if rank == 0 else None, 0)
+    found = {"gather": outputs[0]._version > 0} if rank == 0 else {}
+    for name, (output, call) in calls.items():
+        call(output)
+        found[name] = output._version > 0
     return found
 
 
@@ -188,6 +218,12 @@ def test_gloos_outputs_have_the_graph_of_one_rank(gloo: list[Facts]) -> None:
     for rank, found in enumerate(gloo):
         own = [float(other == rank) for other in range(3)]
         assert found["graphs"] == {"reduce_scatter": own, "reduce_scatter_tensor": own, "all_to_all": None}
+
+
+def test_autograd_notices_some_collectives_of_gloo(gloo: list[Facts]) -> None:
+    gathering = ("gather", "all_gather", "reduce_scatter", "all_to_all")
+    for found in gloo:
+        assert found["noticed"] == {name: name in gathering for name in found["noticed"]}
 
 
 def test_gloo_rejects_what_the_pages_say(gloo: list[Facts]) -> None:

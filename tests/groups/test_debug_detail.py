@@ -16,6 +16,7 @@ import torch
 import torchdist_ref as dist
 from tests.outcomes import failing
 from tests.waits import begin_together
+from torchdist_ref.debug import call_sites
 from torchdist_ref.debug.detail_level import CheckedBackend
 from torchdist_ref.groups.world import current
 from torchdist_ref.testing import RankError, fill, run
@@ -180,3 +181,20 @@ def test_a_rank_that_ends_before_its_call_is_named_at_once(how: str) -> None:
         assert text.startswith("call 1, all_reduce on rank ") and seconds < 8
         assert kind == ("RankDiedError" if how == "killed" else "GroupAbortedError")
         assert ("rank 1 died (pid " if how == "killed" else "rank 1 failed: its program ended with ValueError") in text
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_a_write_that_autograd_does_not_notice_is_warned_of_once(
+    backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_sites, "warned_of", {})
+
+    def program(rank: int) -> None:
+        for tensor in (fill(rank, (3,)), fill(rank, (3,)).requires_grad_(), fill(rank, (3,)).requires_grad_() * 2):
+            dist.all_reduce(tensor)
+        dist.all_reduce(fill(rank, (3,)).requires_grad_().detach())
+
+    with caplog.at_level(logging.WARNING, "torchdist_ref.debug"):
+        run(program, 1, backend=backend)
+    told = [record.message for record in caplog.records if "requires a gradient" in record.message]
+    assert len(told) == 1 and told[0].startswith("all_reduce wrote a tensor that requires a gradient")

@@ -167,13 +167,14 @@ class Join:
             hook.post_hook(matched == 0)
 
     def _working_ranks(self) -> int:
-        count = torch.zeros(1, device=self._device)
+        count = torch.zeros(1, dtype=torch.float32, device=self._device)
         groups.all_reduce(count, group=self._process_group)
         return int(count)
 
     def _raise_if_asked(self) -> None:
         if self._throw:
-            groups.all_reduce(torch.ones(1, device=self._device), group=self._process_group)
+            asked = torch.ones(1, dtype=torch.float32, device=self._device)
+            groups.all_reduce(asked, group=self._process_group)
             raise DistError(f"Join: rank {self._rank} used up its inputs; all ranks stop (throw_on_early_termination).")
 
     @staticmethod
@@ -196,9 +197,10 @@ class Join:
         if not (config.enable and config.is_first_joinable):
             return None
         group, device = joinable.join_process_group, joinable.join_device
-        work: Work | None = groups.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
+        mine = torch.ones(1, dtype=torch.float32, device=device)
+        work: Work | None = groups.all_reduce(mine, group=group, async_op=True)
         if config.throw_on_early_termination:
-            finished = torch.zeros(1, device=device)
+            finished = torch.zeros(1, dtype=torch.float32, device=device)
             groups.all_reduce(finished, group=group)
             if int(finished):
                 raise DistError(f"Join: a rank has used up its inputs; rank {groups.get_rank(group)} stops with it.")

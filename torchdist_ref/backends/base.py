@@ -49,6 +49,7 @@ from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.timeouts import Deadline, found_soon
+from torchdist_ref.torch_modes import dispatch_modes, outside_modes
 from torchdist_ref.work import Work
 
 _CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
@@ -115,7 +116,8 @@ class RowBlocks(Sequence[Tensor]):
         if not self._views:
             tensor, count = self.tensor, self._count
             by_rows = tensor.dim() and not tensor.shape[0] % count
-            self._views = tensor.chunk(count) if by_rows else tensor.view(count, -1).unbind()
+            with outside_modes():
+                self._views = tensor.chunk(count) if by_rows else tensor.view(count, -1).unbind()
         return self._views
 
     def __len__(self) -> int:
@@ -195,9 +197,10 @@ def without_overlap(rank: int, requests: Sequence[Request]) -> tuple[Sequence[Re
         copies.append((call, read, written))
         results += zip(flat_operands(outputs), flat_operands(written), strict=True)
 
+    @outside_modes()
     def copy_back() -> None:
         for output, result in results:
-            output.detach().copy_(result)
+            output.copy_(result)
 
     return copies, copy_back
 
@@ -273,8 +276,9 @@ def check_distinct_outputs(requests: Sequence[Request]) -> None:
         check_distinct(parts[0][0], names, [tensor for _, outputs in parts for tensor in outputs])
 
 
+@outside_modes()
 def _copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in flat_operands(tensors)]
+    copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in flat_operands(tensors)]
     return RowBlocks(copies[0], len(tensors)) if type(tensors) is RowBlocks else copies
 
 
@@ -372,13 +376,14 @@ def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
 
 
 @lru_cache(maxsize=64)
+@outside_modes()
 def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether two elements of a view share memory: each writes its number, and one number is lost."""
     if any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)):
         return True
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    numbers = torch.arange(prod(shape)).view(shape)
-    view = torch.zeros(reach + 1, dtype=torch.int64).as_strided(shape, strides)
+    numbers = torch.arange(prod(shape), dtype=torch.int64, device="cpu").view(shape)
+    view = torch.zeros(reach + 1, dtype=torch.int64, device="cpu").as_strided(shape, strides)
     return not torch.equal(view.copy_(numbers), numbers)
 
 
@@ -422,13 +427,14 @@ def _pair_of(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=64)
+@outside_modes()
 def _pair_of_views(views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> tuple[int, int] | None:
     """Return the indices of two views that share an element: each writes its number, from 1 up, where none is."""
     ends = [
         offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         for offset, shape, strides in views
     ]
-    memory = torch.zeros(max(ends) + 1, dtype=torch.int32)
+    memory = torch.zeros(max(ends) + 1, dtype=torch.int32, device="cpu")
     for index, (offset, shape, strides) in enumerate(views):
         view = memory.as_strided(shape, strides, offset)
         other = int(view.max())
@@ -507,12 +513,6 @@ def unwrapped(operands: Any) -> Any:
     return unwrapped(names.UNWRAPPED.get()(operands))
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context without transforms of torch.func: they wrap results of operators on a backend's memory too."""
-    context: AbstractContextManager[Any] = torch_private.WITHOUT_TRANSFORMS.get()()
-    return context
-
-
 class Backend(ABC):
     """A backend of one group on one rank.
 
@@ -567,7 +567,7 @@ class Backend(ABC):
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a new CPU tensor, in registered memory if this backend has such."""
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
 
     def implementation(self, device_type: str | None) -> Any:
         """Return what `get_backend_impl` does: the object that runs the calls, by default this one.
@@ -733,9 +733,6 @@ Submit = Callable[[AnyBackend, Call, Tensors, Tensors, bool], Work]
 
 # ---- modes of torch's dispatcher
 
-modes_run: Callable[[], int] = torch_private.DISPATCH_MODES.bind()
-"""Function that tells whether a mode runs on the calling thread, in a thirtieth of a microsecond."""
-
 
 def dispatched(submit: Submit[AnyBackend]) -> Submit[AnyBackend]:
     """Decorate the `submit` of a backend: modes of torch's dispatcher on the calling thread see its calls.
@@ -753,7 +750,7 @@ def dispatched(submit: Submit[AnyBackend]) -> Submit[AnyBackend]:
 
     @wraps(submit)
     def submit_dispatched(self: AnyBackend, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
-        if modes_run():
+        if dispatch_modes():
             return run_in_modes(self, call, inputs, outputs, wait, partial(submit, self, call, inputs, outputs, wait))
         return submit(self, call, inputs, outputs, wait)
 

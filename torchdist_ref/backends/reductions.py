@@ -23,6 +23,7 @@ from torch import Tensor
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
 _FLOAT8 = {
@@ -170,16 +171,20 @@ def start_sum(backend: Backend, size: int, tensor: Tensor) -> tuple[list[Work], 
     Returns:
         Works to wait for, and a function to call then, which writes the sum to ``tensor``.
     """
-    mine = tensor.detach().coalesce()
-    parts = mine.indices().t().contiguous(), mine.values().contiguous()
+    with outside_modes():
+        mine = tensor.detach().coalesce()
+        parts = mine.indices().t().contiguous(), mine.values().contiguous()
     counts = _counts(backend, size, mine)
-    gathered = [[part.new_empty((count, *part.shape[1:])) for count in counts] for part in parts]
+    with outside_modes():
+        gathered = [[part.new_empty((count, *part.shape[1:])) for count in counts] for part in parts]
     works = [backend.submit(_ALL_GATHER, (part,), blocks, False) for part, blocks in zip(parts, gathered, strict=True)]
 
-    @torch.no_grad()
+    @outside_modes()
     def add_up() -> None:
         indices, values = (torch.cat(blocks) for blocks in gathered)
-        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        total = torch.sparse_coo_tensor(
+            indices.t(), values, tensor.shape, dtype=values.dtype, device=values.device, check_invariants=False
+        )
         tensor.copy_(total.coalesce())
 
     return works, add_up
@@ -187,7 +192,8 @@ def start_sum(backend: Backend, size: int, tensor: Tensor) -> tuple[list[Work], 
 
 def _counts(backend: Backend, size: int, mine: Tensor) -> list[int]:
     """Return the number of entries of each rank."""
-    counts = torch.zeros((size, 1), dtype=torch.int64, device=mine.device)
-    own = torch.tensor([mine.values().shape[0]], device=mine.device)
-    backend.submit(_ALL_GATHER, (own,), counts.unbind(), False).wait()
-    return [int(count) for count in counts]
+    with outside_modes():
+        counts = torch.zeros((size, 1), dtype=torch.int64, device=mine.device)
+        own = torch.tensor([mine.values().shape[0]], dtype=torch.int64, device=mine.device)
+        backend.submit(_ALL_GATHER, (own,), counts.unbind(), False).wait()
+        return [int(count) for count in counts]

@@ -40,6 +40,26 @@ _SEPARATOR = "\x1f"
 log = logging.getLogger("torchdist_ref.debug")
 
 
+warned_of: dict[str, object] = {}
+"""Operations of which `warn_of_autograd` has warned, each with the warning."""
+
+
+def warn_of_autograd(operation: str, written: Sequence[Any]) -> None:
+    """Log the first call of an operation, in this process, that has written a tensor which requires a gradient.
+
+    Autograd does not learn of it, and does not show which tensors it has saved for the backward pass.
+    """
+    warning = object()
+    # Ranks that are threads share the table: one of them warns.
+    if any(t.requires_grad for t in written) and warned_of.setdefault(operation, warning) is warning:
+        log.warning(
+            "%s wrote a tensor that requires a gradient. Autograd is not told: a backward pass that uses the tensor "
+            "gets the new values, and its gradient is that of the former ones. Use torchdist_ref.nn.functional for a "
+            "collective that autograd differentiates, or .detach() to say that none is wanted.",
+            operation,
+        )
+
+
 def frames_of(frame: FrameType | None, most: int = MAX_FRAMES) -> tuple[Frame, ...]:
     """Return the frames of a stack, innermost first."""
     frames: list[Frame] = []
@@ -217,6 +237,8 @@ class SiteComparingExecutor:
             described = MismatchError(text)
             log_stack(described, frames)
             raise described from None
+        plan = getattr(program, "plan", program)
+        warn_of_autograd(plan.op, tensors[plan.inputs :])
         sites = self._read(prefix)
         # All ranks have begun this call, so all have read the sites of the previous one.
         if self._previous not in ("", own):

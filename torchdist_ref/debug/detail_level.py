@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, BackendWrapper, Membership, operands_of
+from torchdist_ref.backends.base import Backend, BackendWrapper, Membership, flat_operands, operands_of
 from torchdist_ref.calls import AllToAll, Call, Recv, Send, signature
-from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks
+from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks, warn_of_autograd
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.debug.logs import configure_logging
@@ -92,6 +92,7 @@ class CheckedBackend(BackendWrapper):
                 self.recorder.fail(entry, error)
                 raise
             self.recorder.drop(entry)
+            warn_of_autograd(call.op, flat_operands(outputs))
             return self.wrapped.submit(call, inputs, outputs, wait)
 
     def set_timeout(self, seconds: float) -> None:

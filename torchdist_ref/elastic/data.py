@@ -104,7 +104,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator("cpu").manual_seed(self.epoch)
-        shuffled = (torch.randperm(self._left, generator=generator, device="cpu") + self.start_index).tolist()
+        order = torch.randperm(self._left, generator=generator, dtype=torch.int64, device="cpu")
+        shuffled = (order + self.start_index).tolist()
         return islice(cycle(shuffled), self.rank, self.total_size, self.num_replicas)
 
     def __len__(self) -> int:

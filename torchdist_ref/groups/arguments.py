@@ -31,6 +31,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, resolve
 from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
+from torchdist_ref.torch_modes import outside_modes
 
 SUM = ReduceOp.SUM
 _REDUCTION_NAMES = {
@@ -78,6 +79,7 @@ def reduction_name(op: Any, operation: str) -> str:
     return _REDUCTION_NAMES[member]
 
 
+@outside_modes()
 def premultiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:
     """Return a contiguous copy of a tensor, multiplied by the factor of a PREMUL_SUM.
 
@@ -88,8 +90,8 @@ def premultiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:
     factor, real = op.__getstate__()[1], tensor.dtype.to_real()
     if isinstance(factor, Tensor) and factor.dtype != real:
         raise ArgumentError(explain(operation, "op", f"a PREMUL_SUM with a factor of {real}", factor.dtype))
-    factor = torch.as_tensor(factor, dtype=real, device=tensor.device).detach().reshape(())
-    plain = tensor.detach().contiguous()
+    factor = torch.as_tensor(factor, dtype=real, device=tensor.device).reshape(())
+    plain = tensor.contiguous()
     # torch stores 8-bit floats and does not multiply them.
     return (plain.float() * factor.float()).to(plain.dtype) if plain.itemsize == 1 else plain * factor
 
@@ -172,9 +174,10 @@ def check_one_dtype(
     return False
 
 
+@outside_modes()
 def as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors, complex ones as views of their real and imaginary parts."""
-    return [torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in tensors]
+    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
 
 
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:

@@ -28,7 +28,6 @@ from torchdist_ref.backends.base import (
     are_apart,
     check_writable,
     flat_operands,
-    outside_transforms,
     unwrapped,
     without_overlap,
 )
@@ -50,6 +49,7 @@ from torchdist_ref.groups.arguments import (
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_unusable
 from torchdist_ref.timeouts import Deadline
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.work import Work, seconds_of
 
 _BARRIER = Barrier()
@@ -90,7 +90,7 @@ def submit_inside(
     read, written = unwrapped(inputs), unwrapped(outputs)
     if read is inputs and written is outputs:
         raise refused
-    with outside_transforms():
+    with outside_modes():
         return submit_call(group, call, read, read if inputs is outputs else written, *options)
 
 
@@ -410,7 +410,7 @@ def submit_premultiplied(
     scaled = premultiplied(operation, tensor, op)
     has_result = not isinstance(call, Reduce) or call.root == group.rank()
     part = group.backend.submit(call, (scaled,), (scaled,), not async_op)
-    copy_back = (lambda: tensor.detach().copy_(scaled)) if has_result else None
+    copy_back = (lambda: tensor.copy_(scaled)) if has_result else None
     return join(JoinedWork(operation, [tensor], [part], copy_back), async_op)
 
 
@@ -490,7 +490,8 @@ class JoinedWork(Work):
             error = next((part.exception() for part in self._parts if part.exception() is not None), None)
             try:
                 if error is None and self._after is not None:
-                    self._after()
+                    with outside_modes():
+                        self._after()
             except Exception as failure:
                 error = failure
             self._concluded = True

@@ -36,6 +36,7 @@ from torchdist_ref.groups.arguments import (
 )
 from torchdist_ref.groups.collectives import JoinedWork, join
 from torchdist_ref.groups.world import ProcessGroup
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
 
@@ -342,18 +343,20 @@ def _entry(name: str, argument: str, tensors: Sequence[Tensor], index: int) -> T
     return tensors[index].detach()
 
 
+@outside_modes()
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors as the rows of one."""
-    return torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
+    return torch.stack([tensor.reshape(-1) for tensor in tensors])
 
 
+@outside_modes()
 def _combined(name: str, tensors: Sequence[Tensor], op: Any) -> Tensor:
     """Return this rank's tensors reduced to one, in scratch memory."""
     word = reduction_name(op, name)
-    total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
+    total = tensors[0].clone(memory_format=torch.contiguous_format)
     local = reduction(word, total.dtype, name)
     for tensor in tensors[1:]:
-        local.into(total, tensor.detach().reshape(total.shape))
+        local.into(total, tensor.reshape(total.shape))
     total = premultiplied(name, total, op) if word == "premul_sum" else total
     return total / len(tensors) if word == "avg" else total
 
@@ -373,7 +376,7 @@ def _run(
 
     def copy_back() -> None:
         for source, target in zip(sources, targets, strict=True):
-            target.detach().copy_(source.view(target.shape))
+            target.copy_(source.view(target.shape))
 
     part = group.backend.submit(call, inputs, outputs, not async_op)
     return join(JoinedWork(name, targets if result is None else result, [part], copy_back), async_op)

@@ -487,7 +487,7 @@ def _replace(target: list[Any], objects: list[Any], count: int, operation: str, 
 def _check_device(operation: str, device: Any) -> None:
     if device is not None:
         try:
-            torch.empty(0, device=device)
+            torch.empty(0, dtype=torch.uint8, device=device)
         except (RuntimeError, TypeError, AssertionError) as error:
             raise ArgumentError(explain(operation, "device", "one that torch can use here", device)) from error
 
@@ -579,7 +579,7 @@ def _broadcast_payload(
     size, kind, count = header.tolist()
     received = ReceiveBuffer(size)
     if own is not None:
-        received.tensor.copy_(own.tensor())
+        received.data[:] = own.data
     _run(group, Broadcast(root), [received.tensor], [received.tensor], device)
     if kind:
         raise_error_of(kind, received.data, None if own is None else own.error)

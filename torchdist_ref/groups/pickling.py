@@ -60,7 +60,7 @@ class Payload:
     def header(self) -> Tensor:
         """Return size, error kind and object count, int64 of shape (3,)."""
         kind = 0 if self.error is None else 1 + _ERROR_KINDS.index(type(self.error))
-        return torch.tensor([len(self.data), kind, self.count], device="cpu")
+        return torch.tensor([len(self.data), kind, self.count], dtype=torch.int64, device="cpu")
 
     def tensor(self, width: int = 0) -> Tensor:
         """Return the bytes as a uint8 tensor, padded to at least `width`; receivers ignore the padding."""

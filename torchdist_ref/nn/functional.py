@@ -23,6 +23,7 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
 from torchdist_ref.nn import gradients
 from torchdist_ref.nn.gradients import apply
+from torchdist_ref.torch_modes import outside_modes
 
 __all__ = [
     "all_gather",
@@ -293,7 +294,8 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.
     if (local := nonlinear_reduction(op, output.dtype)) is None:
         return apply(gradients.ReduceScatterMap(found, op, output), *input_list)[0]
     result = local(torch.stack(all_to_all([torch.empty_like(output) for _ in input_list], input_list, found)))
-    output.detach().copy_(result.detach())
+    with outside_modes():
+        output.copy_(result)
     return result
 
 

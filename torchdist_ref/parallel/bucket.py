@@ -42,7 +42,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     expected = 1
     for dim in dims:
         if tensor.stride(dim) != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
         expected *= tensor.size(dim)
     return tensor.stride()
 

@@ -159,7 +159,8 @@ class DenseBucket:
         self.scale = scale if self.wire_dtype is wire_dtype else 1.0
         self._targets = []
         # A Python number would become a tensor for each gradient, which costs more than to multiply a small one.
-        self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=_exact(self._dtype))
+        dtype = _exact(self._dtype)
+        self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=dtype, device="cpu")
         self._postponed.clear()
 
     def _packed(self) -> list[torch.Tensor]:
@@ -366,7 +367,15 @@ class SparseBucket:
         parameter = self.entry.parameter
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         rows = parameter.new_empty((0, *parameter.shape[1:]))
-        return torch.sparse_coo_tensor(indices, rows, parameter.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices,
+            rows,
+            parameter.shape,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            is_coalesced=True,
+            check_invariants=False,
+        )
 
     def copy_out(self, value: torch.Tensor, untouched: Collection[int] = (), unchanged: bool = False) -> None:
         """Make the result the gradient, unless it has to be left alone or equals the gradient already."""

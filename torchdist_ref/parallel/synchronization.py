@@ -19,8 +19,9 @@ from torch import nn
 from torchdist_ref import groups, torch_private
 from torchdist_ref.errors import ArgumentTypeError, MismatchError, RankStalledError, explain, in_context, message_of
 from torchdist_ref.parallel.exchange import aborted_on_hook_failure, completed_within, timeout_seconds
+from torchdist_ref.torch_modes import outside_modes
 
-copy_many, keep_versions = torch_private.COPY_MANY.bind(), torch_private.KEEP_VERSIONS.bind()
+copy_many = torch_private.COPY_MANY.bind()
 
 # Bytes of one broadcast when a model is sent: enough for speed, few enough to cost little memory.
 BROADCAST_BYTES = 25 * 1024 * 1024
@@ -61,7 +62,7 @@ def verify(
     """
     mine = [describe(parameter, flag) for parameter, flag in zip(parameters, sparse, strict=True)]
     text = "\n".join(mine).encode()
-    digests = _gather(torch.tensor([len(text), zlib.crc32(text)], device=device), group)
+    digests = _gather(torch.tensor([len(text), zlib.crc32(text)], dtype=torch.int64, device=device), group)
     if all(torch.equal(digest, digests[0]) for digest in digests):
         return
     everyone = _gather_texts(text, [int(digest[0]) for digest in digests], group, device)
@@ -104,6 +105,7 @@ class Pack:
     (32, [True, False])
     """
 
+    @outside_modes()
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         sizes = [_padded(tensor) for tensor in self.tensors]
@@ -111,10 +113,12 @@ class Pack:
         pieces = torch.split(self.flat, sizes)
         self.views = [_view_like(piece, tensor) for piece, tensor in zip(pieces, self.tensors, strict=True)]
 
+    @outside_modes()
     def load(self) -> None:
         """Copy the tensors into the bytes."""
         copy_many(self.views, self.tensors)
 
+    @outside_modes()
     def store(self) -> None:
         """Copy the bytes back into the tensors."""
         copy_many(self.tensors, self.views)
@@ -152,7 +156,6 @@ def _runs(tensors: Sequence[torch.Tensor], limit: int = BROADCAST_BYTES) -> Iter
         yield run
 
 
-@torch.no_grad()
 def broadcast_tensors(tensors: Sequence[torch.Tensor], group: Any, root: int = 0) -> None:
     """Copy the root's values of ``tensors`` to every rank, in place.
 
@@ -181,14 +184,15 @@ def all_agree(vote: bool, group: Any, device: torch.device) -> bool:
 
 def any_rank(vote: bool, group: Any, device: torch.device) -> bool:
     """Return whether some rank votes with True; a rank in `Join` without inputs votes with False."""
-    votes = torch.full((1,), float(vote), device=device)
+    votes = torch.full((1,), float(vote), dtype=torch.float32, device=device)
     groups.all_reduce(votes, group=group)
     return bool(votes.item())
 
 
 def highest_rank(candidate: bool, group: Any, device: torch.device) -> int:
     """Return the highest group rank among the candidates, on every rank."""
-    rank = torch.tensor([groups.get_rank(group) if candidate else -1], device=device)
+    mine = groups.get_rank(group) if candidate else -1
+    rank = torch.tensor([mine], dtype=torch.int64, device=device)
     groups.all_reduce(rank, op=groups.ReduceOp.MAX, group=group)
     return int(rank)
 
@@ -217,18 +221,14 @@ class ModuleStates:
         """Return the buffers that all ranks hold alike, by name."""
         return {name: tensor for name, tensor in self.module.named_buffers() if name not in self.ignored}
 
-    @torch.no_grad()
     def broadcast_buffers(self, root: int) -> None:
         """Copy the buffers of rank ``root`` to every rank, in one message of a layout that is kept."""
         buffers = list(self.buffers().values())
         if not buffers:
             return
         if self._pack is None or not _fits(self._pack, buffers):
-            # In the user's inference mode, it would be made of tensors that no later iteration may change.
-            with torch.inference_mode(False):
-                self._pack = Pack(buffers)
-        with keep_versions(tuple(buffers)):
-            self._pack.broadcast(self.group, root)
+            self._pack = Pack(buffers)
+        self._pack.broadcast(self.group, root)
 
 
 def _fits(pack: Pack, tensors: Sequence[torch.Tensor]) -> bool:

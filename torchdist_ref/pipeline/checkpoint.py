@@ -196,6 +196,6 @@ def checkpoint(function: Function, device: torch.device, own: bool, *values: Any
         The results of the function, with gradients.
     """
     # The first partition's inputs need no gradient, but its parameters do: the phony connects them to the graph.
-    phony = torch.empty(0, requires_grad=True)
+    phony = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
     results: tuple[Any, ...] = _Checkpoint.apply(phony, function, device, own, *values)  # type: ignore[no-untyped-call]
     return results

@@ -297,7 +297,7 @@ class _Seeds:
     def advance(self) -> None:
         """Draw from the default generators that were replaced, so that the next run has other numbers."""
         for device in self._drawn:
-            torch.rand(1, device=device)
+            torch.rand(1, dtype=torch.float32, device=device)
 
 
 def _order_backward(batches: list[Batch], chunk: int) -> None:
@@ -333,7 +333,7 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor and the phony."""
-        return tensor.detach(), torch.empty(0, device=tensor.device)
+        return tensor.detach(), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

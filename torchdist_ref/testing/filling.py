@@ -28,10 +28,10 @@ def _hash(positions: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _indices(rank: int, count: int) -> torch.Tensor:
-    mixed = _hash(torch.arange(count, dtype=torch.int64), rank // _RANKS)
+    mixed = _hash(torch.arange(count, dtype=torch.int64, device="cpu"), rank // _RANKS)
     # With an odd stride, the ranks of a block have different numbers at every position.
     stride = (mixed >> 8) * 2 + 1
-    return torch.tensor(_SHUFFLE)[(mixed + stride * (rank % _RANKS)) % _VALUES]
+    return torch.tensor(_SHUFFLE, dtype=torch.int64, device="cpu")[(mixed + stride * (rank % _RANKS)) % _VALUES]
 
 
 def _cast(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -135,7 +135,7 @@ def _packed(buffer: Tensor, parts: Sequence[Tensor], traits: HookTraits, index: 
     """Pack a buffer as DDP may for a hook with these traits: scaled or not, and in the wire dtype only."""
     # DDP scales where that is exact, so a hook has to read the scale of each bucket.
     scale = 1 / size if traits.only_averages and index != 1 else 1.0
-    wire_buffer = cache(lambda dtype: torch.empty(buffer.shape, dtype=dtype))
+    wire_buffer = cache(lambda dtype: torch.empty(buffer.shape, dtype=dtype, device=buffer.device))
     if traits.wire_dtype is None:
         buffer.mul_(scale)
     else:

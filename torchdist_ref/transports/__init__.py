@@ -8,7 +8,8 @@ waits; a peer's death becomes an error there), `shared_memory`, `threads`, `tcp`
 from __future__ import annotations
 
 from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.registered_memory import empty as empty_registered
 from torchdist_ref.transports.selection import TRANSPORTS, all_on_one_host, connect
 from torchdist_ref.transports.successor import succeed
 
-__all__ = ["Link", "TRANSPORTS", "all_on_one_host", "connect", "succeed"]
+__all__ = ["Link", "TRANSPORTS", "all_on_one_host", "connect", "empty_registered", "succeed"]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.base import DirectPath, Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import CACHE_LINE, MESSAGE_HEADER_BYTES, Announcement, memmove_for
@@ -268,5 +269,6 @@ class Mailbox:
 
 def _direct_chunks(tensor: Tensor, first: int) -> list[memoryview]:
     """Return the memory of a contiguous tensor from byte `first` on, in chunks for a direct path."""
-    data = tensor.detach().view(-1).view(torch.uint8).numpy().data[first:]
+    with outside_modes():
+        data = tensor.detach().view(-1).view(torch.uint8).numpy().data[first:]
     return [data[at : at + _DIRECT_CHUNK_BYTES] for at in range(0, len(data), _DIRECT_CHUNK_BYTES)]

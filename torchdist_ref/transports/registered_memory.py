@@ -136,9 +136,11 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     nbytes = prod(size) * dtype.itemsize
     if not nbytes or not available():
-        return torch.empty(size, dtype=dtype)
-    strides = torch.empty(size, device="meta").stride()
-    tensor: Tensor = torch.empty(0, dtype=dtype).set_(_own_arena().allocate(nbytes), 0, torch.Size(size), strides)
+        return torch.empty(size, dtype=dtype, device="cpu")
+    strides = torch.empty(size, dtype=dtype, device="meta").stride()
+    tensor: Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
+        _own_arena().allocate(nbytes), 0, torch.Size(size), strides
+    )
     return tensor
 
 

@@ -136,8 +136,9 @@ def _pays(M: torch.Tensor, r: int) -> bool:
 @cache
 def _same_bits(r: int) -> bool:
     """Return whether this processor's BLAS adds in the same order both ways."""
-    random = torch.Generator().manual_seed(r)
-    M, Q, P = (torch.randn(size, generator=random) for size in ((1203, 1204), (1204, r), (1203, r)))
+    random = torch.Generator("cpu").manual_seed(r)
+    sizes = (1203, 1204), (1204, r), (1203, r)
+    M, Q, P = (torch.randn(size, generator=random, dtype=torch.float32, device="cpu") for size in sizes)
     blocked, straight = torch.empty_like(P), torch.empty_like(P)
     (_multiply_columns if r > 1 else _multiply_one_column)(M, Q, blocked, None)
     matmul(M, Q, straight)

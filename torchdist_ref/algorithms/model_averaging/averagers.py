@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, NotInitializedError, explain
 from torchdist_ref.parallel.division import Divisor, average
+from torchdist_ref.torch_modes import outside_modes
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -74,10 +75,12 @@ def average_parameters(params: Iterator[Parameter], process_group: Any) -> None:
 
 def _average(tensors: list[Tensor], group: Any) -> None:
     # Divided before the sum, so that 16-bit floats do not overflow.
-    flat = average(torch.cat([tensor.reshape(-1) for tensor in tensors]), Divisor(groups.get_world_size(group)))
+    with outside_modes():
+        flat = average(torch.cat([tensor.reshape(-1) for tensor in tensors]), Divisor(groups.get_world_size(group)))
     groups.all_reduce(flat, group=group)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    with outside_modes():
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def get_params_to_average(params: ModelParameters) -> list[Parameter]:

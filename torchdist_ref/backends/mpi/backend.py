@@ -54,6 +54,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.stores import PrefixStore
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
@@ -123,7 +124,8 @@ class Mpi(Backend):
         refuse_unsupported(call, inputs, outputs, self.name, ("cpu",))
         entry = self.recorder.begin((self._next_number(call), 0), call, operands_of(inputs, outputs))
         try:
-            started = self._start(call, [tensor.detach().contiguous() for tensor in inputs], outputs)
+            with outside_modes():
+                started = self._start(call, [tensor.contiguous() for tensor in inputs], outputs)
         except BaseException as error:
             self.recorder.fail(entry, error)
             if isinstance(error, self._mpi.Exception):
@@ -296,7 +298,7 @@ class Mpi(Backend):
 def _row(outputs: Tensors) -> Tensor:
     """Return new memory for all outputs, one after the other."""
     dtype = outputs[0].dtype if outputs else torch.uint8
-    return torch.empty(sum(tensor.numel() for tensor in outputs), dtype=dtype)
+    return torch.empty(sum(tensor.numel() for tensor in outputs), dtype=dtype, device="cpu")
 
 
 def _copy_nothing(work: Work, status: Any) -> None:
@@ -379,7 +381,8 @@ def operand(tensors: Sequence[Tensor], name: str, call: str) -> MpiOperand:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return a copy of the tensors in one row."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+    rows = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def raw(tensor: Tensor) -> Any:
@@ -396,4 +399,4 @@ def counts(tensors: Sequence[Tensor]) -> list[int]:
 def split_into(row: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a row to the tensors that it holds, one after the other."""
     for part, tensor in zip(row.view(-1).split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+        tensor.copy_(part.view(tensor.shape))

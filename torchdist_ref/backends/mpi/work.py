@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchdist_ref.backends.worker_threads import WorkerThread
 from torchdist_ref.errors import RankStalledError
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.work import Runner, Work
 
 MAX_PAUSE_SECONDS = 0.001
@@ -101,7 +102,8 @@ class MpiWork(Work):
             if not self._started.request.Test(self._status):
                 self._check_failure()
                 return
-            self._started.finish(self, self._status)
+            with outside_modes():
+                self._started.finish(self, self._status)
         except Exception as error:
             translated = self._ended(error)
             self.fail(error if translated is None else translated)

@@ -27,7 +27,6 @@ from torchdist_ref.backends.base import (
     are_apart,
     is_in_memory,
     is_profiling,
-    modes_run,
     operands_of,
     refuse_unsupported,
     run_in_modes,
@@ -48,7 +47,8 @@ from torchdist_ref.backends.worker_threads import (
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
-from torchdist_ref.transports import connect, registered_memory, succeed
+from torchdist_ref.torch_modes import dispatch_modes, function_modes, outside_modes, transforms
+from torchdist_ref.transports import connect, empty_registered, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _DONE = Done()
 _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
 _DEVICES = ("cpu", "cuda")
 # Properties of a tensor that a plan depends on.
-_kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
+_kind = attrgetter("dtype", "shape", "is_cpu")
 
 
 def _check_memory(found: dict[int, int], call: Call, inputs: Tensors, outputs: Tensors, tensors: Tensors) -> None:
@@ -147,7 +147,7 @@ class Ref(Backend):
         Modes of torch's dispatcher have seen one that is `dispatched`.
         """
         # As the decorators `dispatched` and `profiled` of `base`, but two calls of functions shorter.
-        if modes_run() and not dispatched:
+        if dispatch_modes() and not dispatched:
             start = partial(self.submit, call, inputs, outputs, wait, dispatched=True)
             return run_in_modes(self, call, inputs, outputs, wait, start)
         if is_profiling() and not profiled:
@@ -167,7 +167,7 @@ class Ref(Backend):
         if len(tensors) == 1:
             # Quicker than `_kind`, and most calls have one tensor.
             t = tensors[0]
-            key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu, t.requires_grad)
+            key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu)
             try:
                 in_memory = type(t) in PLAIN_TYPES and self._in_memory.get(t.data_ptr(), 0) >= t.nbytes
             except RuntimeError:
@@ -184,7 +184,7 @@ class Ref(Backend):
 
     def submit_repeated(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work | None:
         """See `Backend.submit_repeated`. The lists of a plan have passed the checks once."""
-        if self.link.broken is not None or modes_run() or is_profiling():
+        if self.link.broken is not None or dispatch_modes() or is_profiling():
             return None
         tensors = (*inputs, *outputs)
         try:
@@ -250,8 +250,9 @@ class Ref(Backend):
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         try:
-            plan = self._planner.make(call, tensors, inputs, lists)
-            planned = self.plans[key] = plan, self._executor.compile(plan)
+            with outside_modes():
+                plan = self._planner.make(call, tensors, inputs, lists)
+                planned = self.plans[key] = plan, self._executor.compile(plan)
         except Exception as error:
             self.link.abort_unless_definite(error, call.op)
             raise
@@ -287,14 +288,17 @@ class Ref(Backend):
         plan, program = planned
         try:
             entry[START] = perf_counter()
-            is_flat, reduces = plan.is_flat, plan.reduction is not None
+            is_flat = plan.is_flat
             for tensor in tensors:
-                # Outside inference mode, as on the progress thread, only other views of such a tensor may be written.
-                if not is_flat(tensor) or (reduces and tensor.is_inference()):
+                if not is_flat(tensor):
                     self._run_on_copies(planned, tensors, entry)
                     break
             else:
-                self._executor.run(program, tensors, entry[NUMBER])
+                if function_modes() or dispatch_modes() or transforms():
+                    with outside_modes():
+                        self._executor.run(program, tensors, entry[NUMBER])
+                else:
+                    self._executor.run(program, tensors, entry[NUMBER])
         except OutOfOrderError:
             raise
         except BaseException as failure:
@@ -304,6 +308,7 @@ class Ref(Backend):
             raise
         entry[END] = perf_counter()
 
+    @outside_modes()
     def _run_on_copies(self, planned: Planned, tensors: Tensors, entry: Entry) -> None:
         plan, program = planned
         copies = [contiguous(t, entry[CALL]) for t in tensors]
@@ -318,7 +323,7 @@ class Ref(Backend):
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        return registered_memory.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
+        return empty_registered(size, dtype) if self.shares_memory else super().empty(size, dtype)
 
     def set_timeout(self, seconds: float) -> None:
         """See `Backend.set_timeout`."""

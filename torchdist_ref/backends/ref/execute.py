@@ -34,6 +34,7 @@ from torchdist_ref.backends.ref.mismatches import Handshake
 from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, with_sizes
 from torchdist_ref.calls import Number
 from torchdist_ref.schedules.schedule import Move, Slot
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
 
 
@@ -55,6 +56,7 @@ class ReferenceExecutor:
         """Return the plan: nothing is compiled."""
         return plan
 
+    @outside_modes()
     def run(self, plan: Plan, tensors: Sequence[Tensor], number: Number) -> None:
         """Run a call on tensors that are flat (`Plan.is_flat`); errors as in `fast.FastExecutor.run`."""
         self._handshake.announce(self._handshake.sequence, plan.record, number)
@@ -119,7 +121,7 @@ class ReferenceExecutor:
     def _exchange_sizes(self, plan: Plan, tensors: Sequence[Tensor]) -> Plan:
         """Exchange the sizes of all blocks of an uneven exchange, and return its plan with them."""
         world = plan.schedule.world
-        mine = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
+        mine = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64, device="cpu")
         table = torch.empty(world, 2, world, dtype=torch.int64, device="cpu")
         self._run_rounds(exchange_of_sizes(plan), (mine, table), check=True)
         sent, expected = table[:, 0], table[:, 1].t()

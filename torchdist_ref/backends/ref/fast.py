@@ -43,6 +43,7 @@ from torchdist_ref.backends.ref.ring_buffer import RingBuffer, StagedRounds
 from torchdist_ref.backends.ref.staging import copy_from_host, copy_to_host
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
 from torchdist_ref.calls import Number
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
 from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, COMPLETED, EAGER_BYTES
@@ -116,7 +117,11 @@ class FastExecutor:
         if not plan.on_host:
             staged = _through_host(plan, staged)
         path = self._direct_path(plan)
-        return Program(plan, staged if path is None else self._direct(plan, path, staged), staged)
+        run = staged if path is None else self._direct(plan, path, staged)
+        if not plan.on_host:
+            # Steps on a device are operations on the caller's tensors, not on views.
+            run, staged = outside_modes()(run), outside_modes()(staged)
+        return Program(plan, run, staged)
 
     def _direct_path(self, plan: Plan) -> ZeroCopyPath | None:
         """Return the path by which peers read the tensors themselves, or None if the call is staged."""
@@ -216,7 +221,7 @@ class FastExecutor:
         world, exchange = plan.schedule.world, self._staged(exchange_of_sizes(plan))
 
         def run(tensors: Sequence[Tensor], check: bool) -> None:
-            mine = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
+            mine = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64, device="cpu")
             table = torch.empty(world, 2, world, dtype=torch.int64, device="cpu")
             exchange((mine, table), check)
             sent, expected = table[:, 0], table[:, 1].t()

@@ -149,8 +149,7 @@ class ControlBlock:
     @staticmethod
     def new(ranks: int) -> ControlBlock:
         """Return an empty control block in registered memory."""
-        with torch.inference_mode(False):
-            return ControlBlock(registered_memory.empty((ControlBlock.size(ranks),), torch.uint8))
+        return ControlBlock(registered_memory.empty((ControlBlock.size(ranks),), torch.uint8))
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -262,9 +261,7 @@ class DeviceBuffers:
         """Allocate this rank's buffer and write its handles for other processes; or return why that failed."""
         handles: dict[int, bytes] = {}
         try:
-            # A buffer made under inference mode could not be used after it.
-            with torch.inference_mode(False):
-                buffer = MEMORY.empty(self.nbytes, device)
+            buffer = MEMORY.empty(self.nbytes, device)
             others = [peer for peer in self._peers if self._pids[peer] != os.getpid()]
             handles = {peer: MEMORY.export(buffer) for peer in others}
             mine.write(HANDLES, pickle.dumps(handles))

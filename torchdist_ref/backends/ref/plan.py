@@ -107,7 +107,6 @@ class Plan:
         dtype: The dtype of all tensors.
         inputs: Number of operands that are inputs only; the others are outputs.
         operands: Dtypes and shapes of the operands, for the recorder.
-        shape: The shape of every tensor of the call, or None where they differ.
         capacity: Most bytes that a rank stages at once.
         reduction: Name of the reduction; None where nothing is reduced.
         root: The root of a rooted operation.
@@ -115,7 +114,6 @@ class Plan:
         on_host: Whether all tensors are in host memory.
         forced: Whether the user chose the algorithm.
         flat: Whether a contiguous tensor of this kind is a row of values in memory; else `is_flat` checks more.
-        requires_grad: Whether a tensor requires a gradient.
     """
 
     rank: int
@@ -125,7 +123,6 @@ class Plan:
     dtype: torch.dtype
     inputs: int
     operands: Operands
-    shape: tuple[int, ...] | None
     capacity: int
     reduction: str | None = None
     root: int = 0
@@ -133,7 +130,6 @@ class Plan:
     on_host: bool = True
     forced: bool = False
     flat: bool = True
-    requires_grad: bool = False
 
     @cached_property
     def apart(self) -> set[tuple[int, ...]]:
@@ -167,8 +163,6 @@ class Plan:
         A contiguous tensor can be read through a conjugation or a minus sign (`Tensor.conj`): complex ones, and
         single elements of the imaginary parts of such tensors.
         """
-        if self.requires_grad:
-            return _never
         if self.flat:
             return Tensor.is_contiguous
         return _is_not_conjugate if self.dtype.is_complex else _is_not_negative
@@ -288,10 +282,6 @@ def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
     return {rank: tuple(slots) for rank, slots in staged.items()}
 
 
-def _never(tensor: Tensor) -> bool:
-    return False
-
-
 def _is_not_conjugate(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj()
 
@@ -313,12 +303,12 @@ def exchange_of_sizes(plan: Plan) -> Plan:
     world = plan.schedule.world
     schedule = catalogue.build("all_gather", "direct", world, 0)
     sizes = Sizes("all_gather", (2 * world,), schedule.chunks, frozenset(("out",)))
-    return replace(plan, schedule=schedule, sizes=sizes, dtype=torch.int64, inputs=1, shape=None)
+    return replace(plan, schedule=schedule, sizes=sizes, dtype=torch.int64, inputs=1)
 
 
 def with_sizes(plan: Plan, pairs: Pairs) -> Plan:
     """Return the plan of an uneven exchange whose block sizes are known."""
-    return replace(plan, sizes=replace(plan.sizes, blocks=(max(map(max, pairs)),), pairs=pairs), shape=None)
+    return replace(plan, sizes=replace(plan.sizes, blocks=(max(map(max, pairs)),), pairs=pairs))
 
 
 # ---- making a plan
@@ -407,7 +397,6 @@ class Planner:
             dtype=dtype,
             inputs=inputs,
             operands=(tuple(map(operand_kind, tensors[:inputs])), tuple(map(operand_kind, tensors[inputs:]))),
-            shape=_shape_of_all(lists, flat=bool(rows)),
             capacity=self._link.layout.window,
             reduction=name,
             root=getattr(call, "root", 0),
@@ -415,7 +404,6 @@ class Planner:
             on_host=all(t.is_cpu for t in tensors),
             forced=call.op in self._forced,
             flat=not dtype.is_complex and not (dtype.is_floating_point and any(t.numel() == 1 for t in tensors)),
-            requires_grad=any(t.requires_grad for t in tensors),
         )
 
     def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:
@@ -432,10 +420,3 @@ class Planner:
             algorithm = "direct"
         schedule = catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)
         return schedule, f" by {catalogue.named(call.op, algorithm, schedule)}" if call.op in self._forced else ""
-
-
-def _shape_of_all(lists: Lists, flat: bool) -> Shape | None:
-    """Return the shape of all blocks, if they have one; rows are taken out of their tensor flat."""
-    shapes = {tuple(t.shape) for blocks in lists for t in blocks}
-    shape = shapes.pop() if len(shapes) == 1 else None
-    return None if flat and shape is not None and len(shape) != 1 else shape

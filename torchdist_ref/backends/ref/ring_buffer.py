@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref import steps
-from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
+from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.backends.ref.steps import Operand, Part, Step, StepMaker
 from torchdist_ref.schedules.schedule import Move, Slot
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, ring_bytes
@@ -97,12 +97,8 @@ class StagedRounds:
     def __init__(self, link: Link, plan: Plan) -> None:
         self.link, self.plan = link, plan
         self.nbytes = ring_bytes(plan.most_staged * plan.stride if plan.carries_data else 0)
-        # Slots that are whole tensors and pass at once need no views.
-        undivided = plan.op not in IN_PLACE or plan.sizes.chunks == 1
         scratch = [slot for slot in plan.slots if slot[0] == "tmp"]
-        self.whole = undivided and plan.shape is not None and len(plan.windows) == 1 and not scratch
-        with torch.inference_mode(False):
-            self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in scratch}
+        self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in scratch}
         self._maker = StepMaker(plan)
         self._smallest = min((plan.sizes.of(m.src, m.read) for moves in plan.rounds for m in moves), default=0)
         # With one round nobody needs to release: a rank that announces its next call has read this one's data, and the
@@ -135,7 +131,7 @@ class StagedRounds:
         if found is None:
             numbers = range(len(self.plan.rounds))
             # Tensors made under inference mode could not be changed after it.
-            with torch.inference_mode(False):
+            with outside_modes():
                 found = tuple(self._round(n, begin, self._after(location, n)) for n in numbers)
             self._compiled[key] = found
         return found
@@ -184,7 +180,7 @@ class StagedRounds:
         if not plan.divisor or plan.divides_at_once or number < len(plan.rounds) - 1:
             return []
         return [
-            steps.divide(slots.target(plan.rank, slot, begin), count, plan.divisor)
+            self._maker.divide(slots.target(plan.rank, slot, begin), count, plan.divisor)
             for slot in plan.results
             if (count := plan.length(plan.rank, slot, begin))
         ]
@@ -221,7 +217,7 @@ class StagedSlots:
         """See `steps.Addresses`."""
         if slot[0] == "tmp":
             return self._rounds.scratch[slot][: self._plan.length(rank, slot, begin)]
-        return Part(*self._plan.address_of(slot), self._rounds.whole and slot[0] not in self._plan.sizes.rows)
+        return Part(*self._plan.address_of(slot))
 
     def source(self, number: int, move: Move, begin: int) -> Operand:
         """See `steps.Addresses`."""
@@ -234,8 +230,7 @@ class StagedSlots:
         plan = self._plan
         offset = self._begin_of(rank) + plan.staging_offset(number, rank, slot)
         buffer, count = self._link.segment.buffer_of(rank), plan.length(rank, slot, begin)
-        view = torch.frombuffer(buffer, dtype=plan.dtype, count=count, offset=offset)
-        return view.view(plan.shape) if self._rounds.whole and plan.shape is not None else view
+        return torch.frombuffer(buffer, dtype=plan.dtype, count=count, offset=offset)
 
     def shown_to(self, number: int, peer: int, begin: int, handshake: bool) -> list[Range]:
         """Return the memory that a peer reads once it is signaled, in a handshake the announcement too."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError
+from torchdist_ref.torch_modes import outside_modes
 
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
 
@@ -41,33 +42,35 @@ def contiguous(tensor: Tensor, call: Call) -> Tensor:
         raise UnsupportedError(
             f"{call.op}: backend 'ref' works on dense tensors, and this one is {tensor.layout}. Use .to_dense()."
         )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def contiguous_on_host(tensor: Tensor, call: Call) -> Tensor:
     """Return what `contiguous` returns, in host memory; raise the same."""
     if _is_flat_on_host(tensor):
         return tensor
-    found = contiguous(tensor, call)
-    if found.is_cpu:
-        return found
-    host = _pinned(found)
-    host.copy_(found, non_blocking=True)
-    settle((found,))
-    return host
+    with outside_modes():
+        found = contiguous(tensor, call)
+        if found.is_cpu:
+            return found
+        host = _pinned(found)
+        host.copy_(found, non_blocking=True)
+        settle((found,))
+        return host
 
 
 def receive_buffer(tensor: Tensor, call: Call) -> Tensor:
     """Return memory for a tensor's new values, as `contiguous_on_host` but without copying old ones from a device."""
     if _is_flat_on_host(tensor):
         return tensor
-    return _pinned(tensor) if tensor.is_cuda else contiguous(tensor, call)
+    with outside_modes():
+        return _pinned(tensor) if tensor.is_cuda else contiguous(tensor, call)
 
 
 def _is_flat_on_host(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor are in host memory in order, so that they are copied as they are."""
     # Each question costs a hundredth of a small message. Of real numbers none is conjugated.
-    differs = tensor.requires_grad or tensor.is_neg() or (tensor.dtype in _COMPLEX and tensor.is_conj())
+    differs = tensor.is_neg() or (tensor.dtype in _COMPLEX and tensor.is_conj())
     return tensor.is_cpu and tensor.is_contiguous() and not differs
 
 
@@ -79,7 +82,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 def copy_back(result: Tensor, tensor: Tensor) -> None:
     """Copy a result to the caller's tensor unless it is there; on a device, as the current stream's next task."""
     if result.device != tensor.device or not result.is_set_to(tensor):
-        tensor.detach().copy_(result, non_blocking=True)
+        tensor.copy_(result, non_blocking=True)
 
 
 def copy_to_host(plan: Plan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

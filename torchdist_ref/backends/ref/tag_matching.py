@@ -36,6 +36,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.recorder import END, Entry, Operands, Recorder
 from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.segment import Announcement
@@ -161,9 +162,10 @@ class Receiver:
         self._taking = threading.Lock()
         self._ending = False
 
+    @outside_modes()
     def send_to_self(self, tag: int, tensor: Tensor) -> None:
         """Add a message from this rank to itself."""
-        copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.detach().view(-1))
+        copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.view(-1))
         record, data = record_of(tensor), copy.view(torch.uint8)
         self._arrived(UnexpectedMessage(self._link.rank, tag, record.fingerprint, record.text.decode(), data))
 
@@ -224,7 +226,8 @@ class Receiver:
         if receive.record.fingerprint != message.fingerprint:
             receive.end(source, self._mismatch(receive.call, receive.record, source, tag, message.text))
             return
-        receive.tensor.view(-1).copy_(message.data.view(receive.tensor.dtype))
+        with outside_modes():
+            receive.tensor.view(-1).copy_(message.data.view(receive.tensor.dtype))
         receive.end(source)
 
     def take_at_once(self, record: Announcement, call: Recv, tensor: Tensor) -> bool:
@@ -348,7 +351,9 @@ class Receiver:
             if not isinstance(error, DistError):
                 raise
             return
-        data, text = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), box.text()
+        with outside_modes():
+            data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        text = box.text()
         box.receive(data, f"a message with tag {tag}")
         self._arrived(UnexpectedMessage(peer, tag, fingerprint, text, data))
 
@@ -529,7 +534,8 @@ class Messages:
     def _finish(self, receive: PostedReceive, tensor: Tensor) -> int:
         self._receiver.finish(receive)
         if receive.tensor is not tensor:
-            copy_back(receive.tensor, tensor)
+            with outside_modes():
+                copy_back(receive.tensor, tensor)
         return receive.source
 
     def _record(self, kind: MessageKind, call: Call) -> Entry:

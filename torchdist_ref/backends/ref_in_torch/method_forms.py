@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor, device
 
-from torchdist_ref.backends.base import RowBlocks, modes_run, outside_transforms, unwrapped
+from torchdist_ref.backends.base import RowBlocks, unwrapped
 from torchdist_ref.backends.ref_in_torch.dispatcher import METHODS, Method, dispatch
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank
 from torchdist_ref.timeouts import from_torch
+from torchdist_ref.torch_modes import dispatch_modes, outside_modes
 
 # Attributes of torch's options by the name of the argument, and their types in words.
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
@@ -121,7 +122,7 @@ def _dispatch_refused(group: Any, method: str, arguments: Sequence[Any], refused
     """Run a call whose operands the backend has refused on the tensors inside them, or pass it to the dispatcher."""
     inside = unwrapped(arguments)
     if inside is not arguments:
-        with outside_transforms():
+        with outside_modes():
             return getattr(group, method)(*inside)
 
     def refuse(operands: Any) -> NoReturn:
@@ -161,7 +162,7 @@ def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Calla
                 opts = _options(method.__name__, options, order, arguments[count:], named)
                 given = first if options is None else [*first, opts]
             given = [*map(Operand.read, operands, repeat(method.__name__), given), *given[count:]]
-            if modes_run():
+            if dispatch_modes():
                 return dispatch(self, method.__name__, given)
             try:
                 return method(self, *given)

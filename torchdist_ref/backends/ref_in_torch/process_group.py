@@ -41,7 +41,6 @@ from torchdist_ref.backends.base import (
     check_writable,
     close_all,
     flat_operands,
-    outside_transforms,
     refuse_unsupported,
     without_overlap,
 )
@@ -109,7 +108,6 @@ _TAG = Operand("tag")
 _DROPPED_WORKS, _SMALL_BYTES = 64, 4096
 """Works that a group keeps for C++ (see `HandedWork`), and the largest size of the tensors of one: they stay in memory.
 In `join`, where C++ needs that, there is one for each model that a step trains, of one number."""
-_transform: Callable[[], Any] = torch_private.TRANSFORM.bind()
 adopt_torch()
 
 
@@ -382,9 +380,6 @@ class CallsFromTorch(c10d.ProcessGroup):
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
-        if _transform() is not None:
-            with outside_transforms():
-                return self._submit(opts, *requests)
         for call, inputs, outputs in requests:
             self._check_tensors(call, flat_operands(inputs), flat_operands(outputs))
         # The backend checks the first call before anything begins.

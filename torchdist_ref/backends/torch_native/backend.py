@@ -50,6 +50,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.member_failures import MemberFailures
 from torchdist_ref.recorder import END, Entry
+from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.work import Work, refuse_inherited
 
 Tensors = Sequence[Tensor]
@@ -153,7 +154,8 @@ class TorchWork(Work):
     def _end(self, error: BaseException | None) -> None:
         """Copy results back and complete this work."""
         if error is None:
-            self._copy_results()
+            with outside_modes():
+                self._copy_results()
         if self.name == "recv" and self.source < 0:
             self.source = _source(self._torch_work)
         translated = self._finished(error)
@@ -236,15 +238,17 @@ class TorchBackend(Backend):
         """See `Backend.submit`."""
         if self._backend is None:
             raise GroupAbortedError(f"{call} {self._location()}: the group was destroyed on this rank.")
-        torch_call, sources, targets, copy_back = self._translate(call, inputs, outputs)
-        entry = self.recorder.begin((self._next_number(call), 0), call, operands_of(inputs, outputs))
-        try:
-            torch_work = self._start(torch_call, sources, targets)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            self.recorder.fail(entry, error)
-            if isinstance(error, DistBackendError) and error.definite:
-                raise
-            raise _failed(call, self._location(), self.title, error, self._failures) from error
+        # torch's threads work in the modes in which a call was started.
+        with outside_modes():
+            torch_call, sources, targets, copy_back = self._translate(call, inputs, outputs)
+            entry = self.recorder.begin((self._next_number(call), 0), call, operands_of(inputs, outputs))
+            try:
+                torch_work = self._start(torch_call, sources, targets)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+                self.recorder.fail(entry, error)
+                if isinstance(error, DistBackendError) and error.definite:
+                    raise
+                raise _failed(call, self._location(), self.title, error, self._failures) from error
         finished = self._finisher(call, entry)
         callbacks = None if wait else self._runner_of_callbacks()
         work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished, callbacks)
@@ -266,7 +270,7 @@ class TorchBackend(Backend):
 
     def _flat(self, call: Call, tensor: Tensor) -> Tensor:
         """Return a contiguous tensor of one dimension: a view if possible, else a copy."""
-        return tensor.detach().contiguous().view(-1)
+        return tensor.contiguous().view(-1)
 
     def _next_number(self, call: Call) -> int:
         """Return the number of a call: messages have none, which is -1."""
@@ -420,7 +424,7 @@ def copy_results(results: Tensors, outputs: Tensors) -> bool:
     copied = False
     for result, tensor in zip(results, outputs, strict=True):
         if result.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(result.view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(result.view(tensor.dtype).view(tensor.shape))
             copied = True
     return copied
 

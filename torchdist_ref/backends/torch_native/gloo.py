@@ -182,7 +182,7 @@ def gloo_call(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: in
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes: its own memory if that is contiguous, else a copy."""
-    contiguous = tensor.detach().contiguous()
+    contiguous = tensor.contiguous()
     # A tensor of one element, or none, counts as contiguous with any stride.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
@@ -214,7 +214,7 @@ def _reduce_scatter(call: ReduceScatter, inputs: Tensors, output: Tensor, size: 
         total = divide(total, size) if call.reduction == "avg" else total
         # With one rank, an output that counts as contiguous is itself the exchange's.
         if total.data_ptr() != output.data_ptr():
-            output.detach().copy_(total.view(output.shape))
+            output.copy_(total.view(output.shape))
         return True
 
     return exchange._replace(copy_back=reduce_parts)
@@ -228,7 +228,7 @@ def _with_gloo_reduction(call: Any, dtype: torch.dtype) -> Any:
 
 def _numbers(tensor: Tensor, reduction: str) -> Tensor:
     """Return a tensor as numbers that Gloo can reduce, in one dimension: its own memory if possible."""
-    flat = tensor.detach().contiguous()
+    flat = tensor.contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))
     if flat.dtype is torch.bool:
         return flat.view(torch.uint8)
@@ -253,7 +253,7 @@ def _copy_numbers(numbers: Tensor, tensor: Tensor, reduction: str) -> bool:
         numbers = numbers.view(torch.bool)
     elif _has_flipped_sign(tensor, reduction):
         numbers = numbers ^ _SIGN_BIT
-    tensor.detach().copy_(numbers.view(tensor.shape))
+    tensor.copy_(numbers.view(tensor.shape))
     return True
 
 

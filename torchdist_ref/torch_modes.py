@@ -1,0 +1,82 @@
+"""State of torch in which the library's own arithmetic runs, whatever modes the caller has entered.
+
+A call that its caller waits for runs on the caller's thread, where autograd may record, inference mode, autocast or
+`torch.device` may be active, or a `TorchDispatchMode`, a `TorchFunctionMode` or a transform of `torch.func` may see
+each operation. None of them concerns what a collective does to memory. So backends, and all steps around them that
+copy or reduce, run below these modes. There operations only change memory: nothing is recorded, and the versions by
+which autograd notices changes stay as they are. So a tensor that requires a gradient, one that autograd has saved, and
+one made under inference mode can be written, as torch's collectives do.
+
+torch's dispatcher reads most modes from a set of keys of the thread at each operation. `outside_modes` replaces these
+keys by fixed ones, and leaves the modes that are not among them: those that intercept functions in Python, which
+`torch.device` is too, and inference mode, which marks new tensors. To enter it takes a microsecond. So `ref` runs most
+calls without it: it works on views of memory of its own (`backends.ref.steps.Views`), of which autograd knows nothing,
+and only asks `function_modes`, `dispatch_modes` and `transforms` whether others would see an operation on them.
+
+The default dtype and deterministic algorithms are of the process, and cannot be left. So each tensor that the library
+makes names its dtype, beside its device. Do not run functions of the user in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+
+from torchdist_ref import torch_private
+
+_FORCE: Callable[[Any, Any], AbstractContextManager[None]] = torch_private.FORCE_DISPATCH.bind()
+
+function_modes: Callable[[], int] = torch_private.FUNCTION_MODES.bind()
+"""Return how many modes intercept functions of torch in Python on this thread."""
+dispatch_modes: Callable[[], int] = torch_private.DISPATCH_MODES.bind()
+"""Return how many modes intercept operations of torch on this thread."""
+transforms: Callable[[], bool] = torch_private.TRANSFORMS.bind()
+"""Return whether a transform of `torch.func` runs on this thread."""
+
+
+@cache
+def _keys() -> tuple[Any, Any]:
+    """Return the dispatch keys that are active, and those that are left out, below all modes."""
+    of, key = torch_private.DISPATCH_KEYS.get(), torch_private.DISPATCH_KEY.get()
+    # Factories need this one. A key of one device's autocast excludes that of all devices.
+    active = of(key.BackendSelect)
+    recording = of(key.AutogradFunctionality) | of(key.AutogradOther) | of(key.AutogradNestedTensor)
+    return active, recording | of(key.ADInplaceOrView) | of(key.AutocastCPU)
+
+
+class outside_modes(ContextDecorator):  # noqa: N801 - used as a function, and as a decorator
+    """Context in which no mode of the caller affects an operation of torch.
+
+    >>> leaf = torch.ones(2, requires_grad=True)
+    >>> with torch.inference_mode(), torch.device("meta"), outside_modes():
+    ...     _ = leaf.add_(torch.empty(2).fill_(2))
+    >>> leaf, leaf._version
+    (tensor([3., 3.], requires_grad=True), 0)
+    """
+
+    def __enter__(self) -> None:
+        """Leave the modes."""
+        self._others, self._guard = ExitStack(), _FORCE(*_keys())
+        try:
+            if torch.is_inference_mode_enabled():
+                self._others.enter_context(torch.inference_mode(False))
+            if function_modes():
+                self._others.enter_context(torch_private.WITHOUT_FUNCTION_MODES.get()())
+            # After the others, since inference mode changes some of the keys.
+            self._guard.__enter__()
+        except BaseException:
+            self._others.close()
+            raise
+
+    def __exit__(self, *raised: Any) -> None:
+        """Return to them."""
+        self._guard.__exit__(None, None, None)
+        self._others.close()
+
+    def _recreate_cm(self) -> outside_modes:
+        """Return a new context for each call of a decorated function, which several threads may make."""
+        return type(self)()
