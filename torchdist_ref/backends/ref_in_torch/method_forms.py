@@ -26,6 +26,7 @@ from torch import Tensor, device
 
 from torchdist_ref.backends.base import RowBlocks, unwrapped
 from torchdist_ref.backends.ref_in_torch.dispatcher import METHODS, Method, dispatch
+from torchdist_ref.backends.ref_in_torch.work import MethodArgumentError
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank
 from torchdist_ref.timeouts import from_torch
 from torchdist_ref.torch_modes import dispatch_modes, outside_modes
@@ -166,6 +167,8 @@ def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Calla
                 return dispatch(self, method.__name__, given)
             try:
                 return method(self, *given)
+            except MethodArgumentError:
+                raise
             except BackendArgumentError as refused:
                 return _dispatch_refused(self, method.__name__, given, refused)
 

@@ -44,7 +44,8 @@ from torchdist_ref.backends.base import (
     refuse_unsupported,
     without_overlap,
 )
-from torchdist_ref.backends.reductions import start_sum
+from torchdist_ref.backends.reductions import divide, start_sum
+from torchdist_ref.backends.reductions import reduction as combination
 from torchdist_ref.backends.ref_in_torch.dispatcher import dispatch_call
 from torchdist_ref.backends.ref_in_torch.method_forms import (
     Operand,
@@ -56,12 +57,15 @@ from torchdist_ref.backends.ref_in_torch.method_forms import (
 from torchdist_ref.backends.ref_in_torch.work import (
     HandedWork,
     RefWork,
+    check_alike,
+    check_some,
     completed_work,
     hide_from_compilers,
     keep_flight_recorder_off,
     limit,
     only,
     reduction,
+    refuse,
     require_dense_cpu,
 )
 from torchdist_ref.backends.unusable import InheritedBackend, MissingBackend, UnusableBackend, never_release
@@ -108,6 +112,15 @@ _TAG = Operand("tag")
 _DROPPED_WORKS, _SMALL_BYTES = 64, 4096
 """Works that a group keeps for C++ (see `HandedWork`), and the largest size of the tensors of one: they stay in memory.
 In `join`, where C++ needs that, there is one for each model that a step trains, of one number."""
+_ALIKE, _ONE_OUTPUT = "requires input/output tensor lists to have the same length", "only supports 1 output"
+# torch's phrases for a list with another number of tensors than ranks.
+_WRONG_COUNTS = {
+    ("all_gather", "outputs"): "invalid output tensor list at index 0 (expected length {size}, got {got})",
+    ("gather", "output_lists"): "Incorrect output list size {got}. Output list size should be {size}",
+    ("scatter", "input_lists"): "Incorrect input list size {got}. Input list size should be {size}",
+    ("all_to_all", "inputs"): "input tensor list size {got} does not match world size {size}",
+    ("all_to_all", "outputs"): "output tensor list size {got} does not match world size {size}",
+}
 adopt_torch()
 
 
@@ -418,13 +431,16 @@ class CallsFromTorch(c10d.ProcessGroup):
 
         Raises:
             UnsupportedError: The options have a rootTensor.
-            ArgumentError: The root is not a group rank.
+            MethodArgumentError: The root is not a group rank.
         """
-        if getattr(opts, "rootTensor", 0):
-            raise UnsupportedError(f"{op}: 'ref' supports one tensor a call, so no rootTensor {opts.rootTensor}.")
         if not 0 <= opts.rootRank < self.size():
             expected = f"a group rank from 0 to {self.size() - 1}"
-            raise ArgumentError(explain(op, "rootRank", expected, opts.rootRank, rank=self.rank()))
+            refuse(op, "rootRank", expected, opts.rootRank, f"invalid root rank: {opts.rootRank}")
+        if getattr(opts, "rootTensor", 0):
+            raise UnsupportedError(
+                f"{op}: 'ref' supports one tensor a call, so no rootTensor {opts.rootTensor}. "
+                f"In torch's words: invalid root tensor: {opts.rootTensor}."
+            )
         return int(opts.rootRank)
 
     def _row_blocks(self, op: str, argument: str, tensor: Tensor) -> Tensors:
@@ -468,30 +484,54 @@ class CallsFromTorch(c10d.ProcessGroup):
         return peer
 
     def _check_count(self, op: str, argument: str, blocks: Tensors) -> None:
-        """Raise ArgumentError unless there is a block for each rank."""
+        """Raise MethodArgumentError unless there is a block for each rank."""
         if len(blocks) != self.size():
             expected = f"a list of {self.size()} tensors, one for each rank"
-            raise ArgumentError(explain(op, argument, expected, len(blocks), rank=self.rank()))
+            phrase = _WRONG_COUNTS.get((op, argument), "invalid input tensor list size, must be world size")
+            refuse(op, argument, expected, len(blocks), phrase.format(got=len(blocks), size=self.size()))
 
     def _check_blocks(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
-        """Raise ArgumentError unless there is a block for each rank, and this rank's has the size of the tensor."""
+        """Raise MethodArgumentError unless there is a block for each rank, and this rank's has the tensor's size."""
         self._check_count(op, argument, blocks)
-        mine = blocks.tensor.numel() // len(blocks) if isinstance(blocks, RowBlocks) else blocks[self.rank()].numel()
+        whole = blocks.tensor if isinstance(blocks, RowBlocks) else blocks[self.rank()]
+        mine = whole.numel() // (len(blocks) if isinstance(blocks, RowBlocks) else 1)
         if mine != tensor.numel():
-            expected = f"{tensor.numel()} elements a rank"
-            raise ArgumentError(explain(op, argument, expected, mine, rank=self.rank()))
+            phrase = f"invalid tensor size at index 0 (expected {tensor.numel()}, got {mine} elements)"
+            refuse(op, argument, f"{tensor.numel()} elements a rank", mine, phrase)
+        if whole.dtype != tensor.dtype:
+            expected = f"of one dtype, {tensor.dtype}: all tensors need one dtype"
+            refuse(op, argument, expected, whole.dtype, "invalid tensor type at index 0")
 
     @both_forms(options.AllreduceOptions, "op timeout", _TENSORS)
     def allreduce(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `allreduce`."""
-        tensor, name = only("all_reduce", "tensors", tensors), reduction("all_reduce", opts)
+        name = reduction("all_reduce", opts)
+        if len(tensors) > 1:
+            return self._reduce_several(tensors, name)
+        tensor = only("all_reduce", "tensors", tensors)
         if tensor.layout is torch.sparse_coo and name == "sum":
             return self._sum_sparse(tensor, limit(opts))
         return self._submit(opts, _in_place(AllReduce(name), tensor))
 
+    def _reduce_several(self, tensors: Tensors, name: str) -> RefWork:
+        """Reduce several tensors of each rank to one, write it to all of them, and return a completed work."""
+        check_alike("all_reduce", tensors)
+        first, *others = (tensor.detach() for tensor in tensors)
+        combine = combination("sum" if name == "avg" else name, first.dtype, "all_reduce").combine
+        whole = first
+        for other in others:
+            whole = combine(whole, other)
+        self._submit(None, _in_place(AllReduce(name), whole)).wait()
+        if name == "avg":
+            whole = divide(whole, len(tensors))
+        for tensor in (first, *others):
+            tensor.copy_(whole)
+        return completed_work(tensors)
+
     @both_forms(options.AllreduceCoalescedOptions, "op timeout", Operand("tensors", 1))
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `allreduce_coalesced`."""
+        check_some("all_reduce_coalesced", "tensors", tensors)
         call = AllReduce(reduction("all_reduce_coalesced", opts))
         return self._submit(opts, *(_in_place(call, tensor) for tensor in tensors))
 
@@ -516,7 +556,10 @@ class CallsFromTorch(c10d.ProcessGroup):
     )
     def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `allgather`."""
-        tensor, outputs = only("all_gather", "inputs", inputs), only("all_gather", "output_lists", output_lists)
+        tensor, outputs = (
+            only("all_gather", "inputs", inputs, _ALIKE),
+            only("all_gather", "output_lists", output_lists, _ALIKE),
+        )
         return self._submit(opts, self._gather_request("all_gather", outputs, tensor))
 
     @both_forms(options.AllgatherOptions, "timeout", Operand("output_lists", 2), Operand("input_list inputs", 1))
@@ -548,8 +591,10 @@ class CallsFromTorch(c10d.ProcessGroup):
     )
     def gather(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `gather`."""
-        tensor, call = only("gather", "inputs", inputs), Gather(self._root("gather", opts))
-        outputs = only("gather", "output_lists", output_lists) if call.root == self.rank() else ()
+        tensor = only("gather", "inputs", inputs, "requires a single-element input tensor list")
+        call = Gather(self._root("gather", opts))
+        phrase = f"requires a single-element output list containing a list with {self.size()} tensors"
+        outputs = only("gather", "output_lists", output_lists, phrase) if call.root == self.rank() else ()
         if outputs:
             self._check_blocks("gather", "output_lists", outputs, tensor)
         return self._submit(opts, (call, (tensor,), outputs))
@@ -573,8 +618,10 @@ class CallsFromTorch(c10d.ProcessGroup):
     )
     def scatter(self, outputs: Tensors, input_lists: Lists, opts: Any) -> RefWork:
         """Start torch's `scatter`."""
-        tensor, call = only("scatter", "outputs", outputs), Scatter(self._root("scatter", opts))
-        inputs = only("scatter", "input_lists", input_lists) if call.root == self.rank() else ()
+        tensor = only("scatter", "outputs", outputs, "requires a single-element output tensor list")
+        call = Scatter(self._root("scatter", opts))
+        phrase = f"requires a single-element input list containing a list with {self.size()} tensors"
+        inputs = only("scatter", "input_lists", input_lists, phrase) if call.root == self.rank() else ()
         if inputs:
             self._check_blocks("scatter", "input_lists", inputs, tensor)
         return self._submit(opts, (call, inputs, (tensor,)))
@@ -588,7 +635,7 @@ class CallsFromTorch(c10d.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, input_lists: Lists, opts: Any) -> RefWork:
         """Start torch's `reduce_scatter`."""
         op = "reduce_scatter"
-        tensor, inputs = only(op, "outputs", outputs), only(op, "input_lists", input_lists)
+        tensor, inputs = only(op, "outputs", outputs, _ONE_OUTPUT), only(op, "input_lists", input_lists, _ONE_OUTPUT)
         return self._submit(opts, self._scatter_request(op, tensor, inputs, opts))
 
     @both_forms(options.ReduceScatterOptions, "op timeout", Operand("output", 0), Operand("input", 0))
@@ -610,6 +657,7 @@ class CallsFromTorch(c10d.ProcessGroup):
     )
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `alltoall`."""
+        check_some("all_to_all", "inputs", inputs)
         self._check_count("all_to_all", "inputs", inputs)
         self._check_blocks("all_to_all", "outputs", outputs, inputs[self.rank()])
         self._check_blocks("all_to_all", "inputs", inputs, outputs[self.rank()])
@@ -644,14 +692,14 @@ class CallsFromTorch(c10d.ProcessGroup):
     @both_forms(None, "", _TENSORS, Operand("dstRank dst"), _TAG)
     def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
         """Start torch's `send`."""
-        tensor = only("send", "tensors", tensors)
+        tensor = only("send", "tensors", tensors, "takes a single tensor")
         target = self._peer("send", "dst", dst)
         return self._submit(None, (Send(target, checked_tag("send", tag)), (tensor,), ()))
 
     @both_forms(None, "", _TENSORS, Operand("srcRank src"), _TAG)
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
         """Start torch's `recv`."""
-        tensor = only("recv", "tensors", tensors)
+        tensor = only("recv", "tensors", tensors, "takes a single tensor")
         source = src if src is None else self._peer("recv", "src", src)
         return self._submit(None, (Recv(source, checked_tag("recv", tag)), (), (tensor,)))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from inspect import isfunction
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as c10d
@@ -22,7 +22,7 @@ from torch.futures import Future, collect_all
 
 from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, UnsupportedError, explain
 from torchdist_ref.timeouts import from_torch
 from torchdist_ref.work import CallFuture, Done, Work
 
@@ -139,15 +139,58 @@ T = TypeVar("T")
 _NAMES = {getattr(ReduceOp, word.upper()): word for word in REDUCTIONS}
 
 
-def only(op: str, argument: str, values: Sequence[T]) -> T:
+class MethodArgumentError(BackendArgumentError):
+    """Operands of a method that torch's Gloo refuses too, with its phrase."""
+
+
+class NoTensorsError(MethodArgumentError, NotImplementedError):
+    """An empty list of operands. torch's dispatcher raises a NotImplementedError, which is a RuntimeError."""
+
+
+def refuse(op: str, argument: str, expected: str, got: Any, phrase: str) -> NoReturn:
+    """Raise the error for an operand of a method.
+
+    Args:
+        op: Name of the operation.
+        argument: Name of the argument.
+        expected: Operands that it may have.
+        got: What it has.
+        phrase: Phrase of torch's error, which programs may look for.
+
+    Raises:
+        MethodArgumentError: Always.
+    """
+    raise MethodArgumentError(explain(op, argument, expected, got, hint=f"In torch's words: {phrase}."))
+
+
+def check_some(op: str, argument: str, values: Sequence[Any]) -> None:
+    """Raise NoTensorsError if a list of operands is empty."""
+    if not values:
+        hint = "In torch's words: There were no tensor arguments to this function."
+        raise NoTensorsError(explain(op, argument, "a list of one, as a rank has one device", 0, hint=hint))
+
+
+def only(op: str, argument: str, values: Sequence[T], phrase: str = "requires a single-element tensor list") -> T:
     """Return the element of a list of one. torch's lists date from processes with several devices.
 
     Raises:
-        ArgumentError: The list has another length.
+        MethodArgumentError: The list has another length; `phrase` is torch's for that.
     """
     if len(values) != 1:
-        raise ArgumentError(explain(op, argument, "a list of one, as a rank has one device", len(values)))
+        if argument not in ("output_lists", "input_lists"):
+            check_some(op, argument, values)
+        refuse(op, argument, "a list of one, as a rank has one device", len(values), phrase)
     return values[0]
+
+
+def check_alike(op: str, tensors: Sequence[Tensor]) -> None:
+    """Raise MethodArgumentError unless several operands have one shape and one dtype."""
+    first = tensors[0]
+    for index, tensor in enumerate(tensors[1:]):
+        if tensor.dtype != first.dtype or tensor.layout != first.layout:
+            refuse(op, "tensors", "of one dtype and layout", tensor.dtype, f"invalid tensor type at index {index}")
+        if tensor.shape != first.shape:
+            refuse(op, "tensors", "of one shape", list(tensor.shape), f"invalid tensor size at index {index}")
 
 
 def reduction(op: str, opts: Any) -> str:
