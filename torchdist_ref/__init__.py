@@ -173,8 +173,9 @@ _TORCHS_OWN = {
         "Reducer breakpoint _Backend _CoalescingManager "
         "_ControlCollectives _DEFAULT_FIRST_BUCKET_BYTES _StoreCollectives _Work _all_gather_base "
         "_broadcast_coalesced _coalescing_manager _compute_bucket_assignment_by_size _create_process_group_wrapper "
-        "_create_store_from_options _get_process_group_name _make_distributed_pdb _make_nccl_premul_sum "
-        "_rank_not_in_group _reduce_scatter_base _register_builtin_comm_hook _register_comm_hook _remote_device "
+        "_create_store_from_options _get_process_group_name _get_reconfigure_handle _make_distributed_pdb "
+        "_make_nccl_premul_sum _new_window _rank_not_in_group _reconfigure _reduce_scatter_base "
+        "_register_builtin_comm_hook _register_comm_hook _remote_device _supports_reconfigure _supports_window "
         "_test_python_store _time_estimator _verify_params_across_processes"
     ),
     "torch.distributed.distributed_c10d": (

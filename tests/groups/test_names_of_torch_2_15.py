@@ -14,7 +14,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
-from tests.torch_versions import needs_torch
+from tests.torch_versions import needs_torch, torch_has
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.testing import fill, run
@@ -348,6 +348,11 @@ def test_a_group_may_ask_for_the_reconfiguration_that_no_backend_has() -> None:
         dist.all_reduce(tensor)
         assert tensor.tolist() == [1.0, 1.0]
         assert not (group.supports_reconfigure or group.supports_window or group.supports_completion_hooks)
+        private: Any = dist
+        if torch_has("2.15"):
+            assert not private._supports_reconfigure() and not private._supports_window()
+            with pytest.raises(dist.UnsupportedError, match="'ref' does not support new_window"):
+                private._new_window()
         for call in (group.new_window, group.get_reconfigure_handle, lambda: group.reconfigure(None)):
             with pytest.raises(dist.UnsupportedError, match="'ref' does not support"):
                 call()
