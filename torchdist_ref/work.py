@@ -1,8 +1,13 @@
 """Handle of a call that may still be running.
 
 A backend creates a `Work`, returns it to the caller and completes it once, with `finish` or `fail`. The caller waits,
-polls, or uses a `torch.futures.Future`. Callbacks of the future run on a thread of the backend for callbacks, never on
-its progress thread, so a callback may wait for a new collective. Do not add knowledge of backends here.
+polls, or uses a `torch.futures.Future`. The future of a call that has completed is done: `WorkFuture` asks its Work.
+
+Callbacks of the future run on a thread of the backend for callbacks, never on its progress thread, so a callback may
+wait for a new collective. `wait` and `is_completed` count a call as completed once the callbacks that were attached
+before its end have run, as torch's do. Code in a callback is the exception: it would wait for itself.
+
+`JoinedWork` is one Work over several. Do not add knowledge of backends here.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
+from torchdist_ref.torch_modes import outside_modes
 
 log = logging.getLogger("torchdist_ref.backends")
 Awaited = Callable[[], tuple[str, Sequence[int]]]
@@ -51,6 +57,9 @@ class Runner(Protocol):
         Raises:
             RuntimeError: The system has no room for one more thread.
         """
+
+    def is_occupied_by_caller(self) -> bool:
+        """Return whether the thread runs a callback that cannot return before the calling code does."""
 
 
 # When Ctrl-C last interrupted a wait for a call.
@@ -152,11 +161,11 @@ class CallFuture(InterruptibleFuture):
 
     def __init__(self, scope: CallScope | None, devices: Sequence[Any] = ()) -> None:
         super().__init__(devices=list(devices))
+        self._set_unwrap_func(_raise_if_failed)
         self._scope, self._devices = scope, devices
 
     def set_exception(self, result: BaseException) -> None:
         """Complete the future with an exception that readers in Python and in C++ raise."""
-        self._set_unwrap_func(_raise_if_failed)
         self.set_result(FailedResult(result))
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
@@ -166,14 +175,10 @@ class CallFuture(InterruptibleFuture):
             ArgumentTypeError: `callback` is no function.
         """
         _check_callback("Future.add_done_callback", callback)
-        if not self.done():
+        if self.done():
+            self._run_now(callback)
+        else:
             super().add_done_callback(lambda _: self._run_in_scope(callback))
-            return
-        # Not through torch, which logs and drops every exception, of a Ctrl-C too.
-        try:
-            self._run_in_scope(callback)
-        except Exception:
-            log.exception("a callback of a future raised")
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         """Return a future of the result of a callback, which runs once this future is done.
@@ -183,7 +188,7 @@ class CallFuture(InterruptibleFuture):
             ArgumentTypeError: `callback` is no function.
         """
         _check_callback("Future.then", callback)
-        following = type(self)(self._scope, self._devices)
+        following = CallFuture(self._scope, self._devices)
 
         def follow(done: Future[Any]) -> None:
             value: Any = None
@@ -202,9 +207,117 @@ class CallFuture(InterruptibleFuture):
         self.add_done_callback(follow)
         return following
 
+    def _run_now(self, callback: Callable[[Future[Any]], None]) -> None:
+        # Not through torch, which logs and drops every exception, of a Ctrl-C too.
+        try:
+            self._run_in_scope(callback)
+        except Exception:
+            log.exception("a callback of a future raised")
+
     def _run_in_scope(self, callback: Callable[[Future[Any]], None]) -> None:
         with nullcontext() if self._scope is None else numbered_in(self._scope):
             callback(self)
+
+
+class WorkFuture(CallFuture):
+    """Future of a Work. It is done, for its readers in Python, as soon as the call is over.
+
+    Callbacks attached in Python are kept here until `run_callbacks` runs them, on the backend's thread for callbacks.
+    Those attached in C++ (by ``torch.futures.collect_all``, or torch's DDP) are kept in torch's future, which runs
+    them on the thread that completes it. A call ends on the progress thread, where no callback may run. So `complete`
+    is left to the thread for callbacks, or to the first thread that asks for the outcome.
+
+    Args:
+        work: The Work, whose outputs or error are the outcome.
+        scope: See `CallFuture`.
+        devices: See `CallFuture`.
+
+    Attributes:
+        callbacks_ran: Event that is set once the callbacks that were attached before the end of the call have run.
+    """
+
+    def __init__(self, work: Work, scope: CallScope | None, devices: Sequence[Any]) -> None:
+        super().__init__(scope, devices)
+        self._work: Work | None = work
+        self._lock = threading.Lock()
+        # None: the call is over and no earlier callback has yet to begin, so new ones run at once.
+        self._callbacks: list[Callable[[Future[Any]], None]] | None = []
+        self._thread: int | None = None
+        self.callbacks_ran = threading.Event()
+
+    def done(self) -> bool:
+        """Return whether the call is over. Never blocks."""
+        work = self._work
+        if work is not None and work.is_over():
+            self.complete()
+        return super().done()
+
+    def value(self) -> Any:
+        """Return the value, or raise the error, of a call that is over."""
+        self.done()
+        return super().value()
+
+    def wait(self) -> Any:
+        """Block until the call is over; return its value or raise its error. Callbacks may still run."""
+        work = self._work
+        if work is not None:
+            work.await_over(None)
+            self.complete()
+        return super().wait()
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        """See `CallFuture.add_done_callback`."""
+        _check_callback("Future.add_done_callback", callback)
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        self._run_now(callback)
+
+    def call_is_over(self) -> None:
+        """Let callbacks attached from now on run at once, unless earlier ones wait for `run_callbacks`."""
+        with self._lock:
+            if not self._callbacks:
+                self._callbacks = None
+                self.callbacks_ran.set()
+
+    def complete(self) -> None:
+        """Complete torch's future with the outcome of the call, which is over; C++ continues on this thread."""
+        work = self._work
+        if work is None:
+            return
+        if not super().done():
+            try:
+                self.set_result(work.outcome())
+            except RuntimeError:
+                # Another thread has done it meanwhile.
+                if not super().done():
+                    raise
+        self._work = None
+
+    def run_callbacks(self) -> None:
+        """Complete torch's future, and run the callbacks that were attached before the end of the call."""
+        self._thread = threading.get_ident()
+        try:
+            self.complete()
+            with self._lock:
+                callbacks, self._callbacks = self._callbacks or [], None
+            for callback in callbacks:
+                self._run_one(callback)
+        finally:
+            self._thread = None
+            self.callbacks_ran.set()
+
+    def _run_one(self, callback: Callable[[Future[Any]], None]) -> None:
+        try:
+            self._run_in_scope(callback)
+        except BaseException:
+            # The others run whatever it was.
+            log.exception("a callback of a future raised")
+
+    def runs_callbacks_here(self) -> bool:
+        """Return whether the calling thread is in `run_callbacks`."""
+        return self._thread == threading.get_ident()
 
 
 def _check_callback(operation: str, callback: Any) -> None:
@@ -220,6 +333,9 @@ def _raise_if_failed(value: Any) -> Any:
 
 class Work:
     """Handle of a call: `wait` blocks until it has completed, `is_completed` does not block.
+
+    A call is *over* once its outputs or its error are known. It has *completed* once also the callbacks of its future
+    that were attached before have run.
 
     Args:
         name: Name of the operation. A Work without one belongs to no call: `wait` refuses to wait for it.
@@ -247,7 +363,7 @@ class Work:
     awaited: Awaited | None = None
     _over = False
     _error: BaseException | None = None
-    _future: Future[Any] | None = None
+    _future: WorkFuture | None = None
     _before_completion: Callable[[], None] | None = None
     _run_callbacks: Runner | None = None
     _scope: CallScope | None = None
@@ -276,10 +392,11 @@ class Work:
             timeout: Longest wait, as a timedelta or in seconds. None: until the deadline of the call itself.
 
         Returns:
-            True. The outputs hold the result.
+            True. The outputs hold the result, and the future is done. Callbacks that were attached before the end of
+            the call have run, unless this method is called in a callback.
 
         Raises:
-            RankStalledError: The time-out passed first. The call is still running.
+            RankStalledError: The time-out passed first. The call, or a callback, is still running.
             DistError: The error of the call.
             ArgumentTypeError: `timeout` is no time.
             ArgumentError: The Work belongs to no call.
@@ -298,25 +415,37 @@ class Work:
             ``MPI_Wait`` in MPI; ``cudaStreamWaitEvent`` with NCCL; ``jax.block_until_ready`` in JAX.
         """
         seconds = seconds_of(timeout)
-        if not self.name and not self._over:
+        if not self.name and not self.is_over():
             raise ArgumentError(
                 f"Work.wait: this Work belongs to no call, so nothing completes it{on_rank()}. Wait for the Work that "
                 f"a call with async_op=True returned; a backend makes one with the name of its operation, as in "
                 f"Work('all_reduce')."
             )
-        if not self._over:
-            refuse_inherited(self.name, self._forks)
-        if not self._await(seconds):
+        end = None if seconds is None else monotonic() + seconds
+        if not self.await_over(seconds):
             awaited = self.awaited
             found, ranks = awaited() if awaited is not None else ("", ())
             text = f"{self.name}: not done after {seconds} s of waiting; the call itself is still running. {found}"
             raise RankStalledError(text.rstrip()).naming(ranks)
+        if self._future is not None and not self._await_callbacks(self._future, end):
+            raise RankStalledError(
+                f"{self.name}: the call is over, but after {seconds} s of waiting a callback of its future is still "
+                f"running{on_rank()}. Look for what the callback waits for, or pass a longer timeout."
+            )
         if self._error is not None:
             raise self._error
         return True
 
-    def _await(self, seconds: float | None) -> bool:
-        """Wait until the call is over, or for so many seconds; return whether it is over."""
+    def await_over(self, seconds: float | None) -> bool:
+        """Wait until the call is over, or for so many seconds, and return whether it is over. For backends.
+
+        The error of the call is not raised.
+
+        Raises:
+            GroupAbortedError: The call was made before this process was forked.
+        """
+        if not self._over:
+            refuse_inherited(self.name, self._forks)
         try:
             return self._await_until(None if seconds is None else monotonic() + seconds)
         except KeyboardInterrupt:
@@ -327,25 +456,45 @@ class Work:
     def _await_until(self, end: float | None) -> bool:
         """Wait until the call is over, or until a time; look from time to time, so that Ctrl-C interrupts it."""
         while not self._over:
-            if self._running.acquire(
-                timeout=CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))
-            ):
+            if self._running.acquire(timeout=_check_seconds(end)):
                 # For the next waiting thread.
                 self._running.release()
             elif end is not None and monotonic() >= end:
                 return False
         return True
 
+    def _await_callbacks(self, future: WorkFuture, end: float | None) -> bool:
+        """Wait until the callbacks of a call that is over have run, or until a time; return whether they have run."""
+        while not self._have_callbacks_run(future):
+            refuse_inherited(self.name, self._forks)
+            if not future.callbacks_ran.wait(_check_seconds(end)) and end is not None and monotonic() >= end:
+                return False
+        return True
+
+    def _have_callbacks_run(self, future: WorkFuture) -> bool:
+        """Return whether the callbacks of a call that is over have run, or can't before the calling code returns."""
+        future.complete()
+        if future.callbacks_ran.is_set():
+            return True
+        runner = self._run_callbacks
+        return future.runs_callbacks_here() if runner is None else runner.is_occupied_by_caller()
+
+    def is_over(self) -> bool:
+        """Return whether the call is over; its callbacks may not have run. For backends."""
+        return self._over
+
     def is_completed(self) -> bool:
         """Return whether the call has completed, with or without an error. Never blocks.
+
+        If so, `wait` returns at once.
 
         Elsewhere:
             ``MPI_Test`` in MPI; ``cudaStreamQuery`` with NCCL; ``jax.Array.is_ready`` in JAX.
         """
-        return self._over
+        return self.is_over() and (self._future is None or self._have_callbacks_run(self._future))
 
     def is_success(self) -> bool:
-        """Return whether the call has completed without an error."""
+        """Return whether the call is over without an error."""
         return self._over and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -384,8 +533,10 @@ class Work:
         Returns:
             A future of 0 (success), 1 (time-out) or 2 (another error). It never has an exception.
         """
+        if not self.is_over():
+            return self.get_future().then(lambda _: self._result_number())
         result: Future[Any] = Future()
-        self.get_future().add_done_callback(lambda _: result.set_result(self._result_number()))
+        result.set_result(self._result_number())
         return result
 
     def _result_number(self) -> int:
@@ -395,16 +546,24 @@ class Work:
     def get_future(self) -> Future[Any]:
         """Return a `torch.futures.Future` whose value is the list of output tensors.
 
-        Waiting for it, or a callback that reads its value, raises the error of a call that failed.
+        The future is done once the call is over, so in any case after `wait`. Waiting for it, or a callback that reads
+        its value, raises the error of a call that failed.
+
+        Callbacks run one after the other, in the order in which the calls of the group end, and may wait for new calls.
+        A callback that is attached after the end of the call runs at once, on the thread that attaches it, unless an
+        earlier one has yet to run. As on torch's Gloo, `wait` returns after the callbacks that were attached before, so
+        a callback must not need a lock that the waiting thread holds.
 
         Example:
             >>> import torch, torchdist_ref as dist
             >>> from torchdist_ref.testing import run
             >>> def program(rank):
             ...     work = dist.all_reduce(torch.tensor([rank, 10]), async_op=True)
-            ...     return work.get_future().then(lambda future: future.value()[0].tolist()).wait()
+            ...     total = work.get_future().then(lambda future: future.value()[0].sum().item())
+            ...     work.wait()
+            ...     return work.get_future().done(), total.done(), total.value()
             >>> run(program, 2)
-            [[1, 20], [1, 20]]
+            [(True, True, 21), (True, True, 21)]
 
         Elsewhere:
             None in MPI and NCCL; in JAX each ``jax.Array`` is a future.
@@ -413,15 +572,14 @@ class Work:
             # When the call ends, nobody could be told that its callbacks have no thread.
             self._run_callbacks.start()
         with self._lock:
-            future = self._future
-            if future is None:
-                devices = devices_of(self.outputs)
-                future = self._future = CallFuture(self._scope, devices)
-                completed = self._over
-            else:
-                completed = False
-        if completed:
-            self._complete_future(future)
+            if self._future is not None:
+                return self._future
+            future = self._future = WorkFuture(self, self._scope, devices_of(self.outputs))
+            over = self._over
+            if over:
+                future.call_is_over()
+        if over:
+            future.complete()
         return future
 
     def run_before_completion(self, function: Callable[[], None]) -> None:
@@ -445,25 +603,110 @@ class Work:
         with self._lock:
             if self._before_completion is not None:
                 self._before_completion()
+            future = self._future
+            if future is not None:
+                future.call_is_over()
             self._over = True
             # A Work that is kept does not keep the memory of its group.
             self.awaited = None
             self._running.release()
-            future = self._future
         if future is None:
             return
         if self._run_callbacks is None:
-            self._complete_future(future)
+            future.run_callbacks()
         else:
-            self._run_callbacks(lambda: self._complete_future(future))
+            self._run_callbacks(future.run_callbacks)
 
-    def _complete_future(self, future: Future[Any]) -> None:
-        if isinstance(self._error, Exception):
-            future.set_exception(self._error)
-        elif self._error is not None:
-            future.set_exception(RuntimeError(f"{self.name}: {self._error!r}"))
-        else:
-            future.set_result(list(self.outputs))
+    def outcome(self) -> Any:
+        """Return the value of the future of a call that is over: its outputs, or a tensor that raises its error.
+
+        For `WorkFuture`.
+        """
+        if self._error is None:
+            return list(self.outputs)
+        error = self._error if isinstance(self._error, Exception) else RuntimeError(f"{self.name}: {self._error!r}")
+        return FailedResult(error)
+
+
+class JoinedWork(Work):
+    """Work of a function that needs several backend calls, and possibly a local step after them.
+
+    It is over when all parts are and the local step has run; it fails with the first part's error. Its progress does
+    not depend on a callback, so that a callback may wait for it.
+
+    Args:
+        name: Name of the public function.
+        outputs: Value of the future: the caller's outputs.
+        parts: Works of the backend calls.
+        after: Local step to run once all parts have succeeded. Default: none.
+    """
+
+    def __init__(
+        self, name: str, outputs: Sequence[Any], parts: Sequence[Work], after: Callable[[], Any] | None = None
+    ) -> None:
+        super().__init__(name, outputs)
+        if parts:
+            # Callbacks run on the same thread as the last part's, and number their calls below that.
+            last = parts[-1]
+            self._run_callbacks, self._scope = last._run_callbacks, last._scope  # noqa: SLF001 - of its own class
+        self._parts = tuple(parts)
+        self._after = after
+        self._once, self._concluded = threading.Lock(), False
+
+    def await_over(self, seconds: float | None) -> bool:
+        """See `Work.await_over`. The error of a part is raised at the end: the other parts still write to tensors."""
+        deadline = None if seconds is None else Deadline(seconds)
+        for part in self._parts:
+            if not part.await_over(None if deadline is None else deadline.remaining()):
+                self.awaited = part.awaited
+                return False
+        self._conclude()
+        return super().await_over(None)
+
+    def is_over(self) -> bool:
+        """See `Work.is_over`."""
+        if not self._over and all(part.is_over() for part in self._parts):
+            self._conclude()
+        return self._over
+
+    def is_success(self) -> bool:
+        """See `Work.is_success`."""
+        return self.is_over() and super().is_success()
+
+    def exception(self) -> BaseException | None:
+        """See `Work.exception`."""
+        return super().exception() if self.is_over() else None
+
+    def get_future(self) -> Future[Any]:
+        """See `Work.get_future`."""
+        future = super().get_future()
+        if not self.is_over():
+            for part in self._parts:
+                part.get_future().add_done_callback(self._on_part_done)
+        return future
+
+    def _on_part_done(self, _: Future[Any]) -> None:
+        self.is_over()
+
+    def _conclude(self) -> None:
+        with self._once:
+            if self._concluded:
+                return
+            error = next((part.exception() for part in self._parts if part.exception() is not None), None)
+            try:
+                if error is None and self._after is not None:
+                    with outside_modes():
+                        self._after()
+            except Exception as failure:
+                error = failure
+            self._concluded = True
+        # Without the lock: a callback may run here, and another thread may wait for what the callback does.
+        self.finish() if error is None else self.fail(error)
+
+
+def _check_seconds(end: float | None) -> float:
+    """Return how long to wait before the next check for Ctrl-C, or for a time, in seconds."""
+    return CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))
 
 
 def seconds_of(timeout: timedelta | float | None) -> float | None:

@@ -73,7 +73,7 @@ PARTS = (
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
     Part("torch_modes", "0 core types", ("torch_private",)),
-    Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_private")),
+    Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_modes", "torch_private")),
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
     Part("stores", "1 infrastructure", CORE, torch=LATE),
     Part("job_environment", "1 infrastructure", torch=NEVER),

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 import torchdist_ref as dist
+from tests.backends.test_completion import OURS, SIZE, check_all
 from tests.process_ends import answer_of_child
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.groups.world import default_group
@@ -132,7 +133,15 @@ def forked(rank: int, size: int) -> None:
     same(tensor, fill(0, (9,)) + fill(size - 1, (9,)) if rank in (0, size - 1) else fill(rank, (9,)))
 
 
-CHECKS = {check.__name__: check for check in (contract, other_dtypes, unequal_blocks, callbacks, faults, forked)}
+def completion(rank: int, size: int) -> None:
+    """The table of `test_completion`, which is of two ranks."""
+    if size == SIZE:
+        check_all(dist, OURS, rank)
+
+
+CHECKS = {
+    check.__name__: check for check in (contract, other_dtypes, unequal_blocks, callbacks, completion, faults, forked)
+}
 
 
 def main(folder: str, *checks: str) -> None:

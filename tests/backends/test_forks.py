@@ -278,6 +278,8 @@ def wait_in_child(rank: int) -> list[str]:
     assert ended is not None
     ended.wait()
     said = [answer(work.wait), answer(future.wait), answer(work.is_completed), answer(ended.wait)]
+    # The other rank has asked too: once a message arrived before that.
+    dist.barrier()
     dist.send(fill(rank, (3,)), 1 - rank)
     work.wait()
     assert torch.equal(tensor, fill(1 - rank, (3,)))

@@ -13,7 +13,7 @@ import pytest
 import torchdist_ref as dist
 from torchdist_ref.testing import run
 
-CHECKS = ("contract", "other_dtypes", "unequal_blocks", "callbacks", "faults", "forked")
+CHECKS = ("contract", "other_dtypes", "unequal_blocks", "callbacks", "completion", "faults", "forked")
 ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("mpi_ranks.py")
 # The wheel of the extra `mpi` puts it beside Python.

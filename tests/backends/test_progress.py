@@ -377,34 +377,28 @@ def test_a_wait_that_gives_up_names_the_rank_that_has_not_called() -> None:
 @pytest.mark.parametrize("kind", ["plain", "premultiplied"])
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_callbacks_do_not_run_on_the_thread_that_waits(backend: str, kind: str, through: str) -> None:
-    """Once a callback that took a lock of the waiting thread never got it."""
+    """The waiting thread continues once they have run."""
 
-    def program(rank: int) -> tuple[bool, list[float]]:
-        lock, ran, tensor = threading.Lock(), threading.Event(), fill(rank, (3,))
-
-        def callback(_: Any) -> None:
-            if lock.acquire(timeout=10.0):
-                ran.set()
-                lock.release()
-
+    def program(rank: int) -> tuple[list[bool], list[float]]:
+        threads: list[int] = []
+        tensor = fill(rank, (3,))
         if rank == 1:
             # The other rank has its callback before this call.
             dist.recv(torch.zeros(1), 0)
         work = dist.all_reduce(tensor, op, async_op=True)
         if rank == 1:
-            return work.wait(), tensor.tolist()
-        with lock:
-            work.get_future().add_done_callback(callback)
-            dist.send(torch.zeros(1), 1)
-            if through == "wait":
-                work.wait()
-            while not work.is_completed():
-                pass
-        return ran.wait(10.0), tensor.tolist()
+            return [not work.wait()], tensor.tolist()
+        work.get_future().add_done_callback(lambda _: threads.append(threading.get_ident()))
+        dist.send(torch.zeros(1), 1)
+        if through == "wait":
+            work.wait()
+        while not work.is_completed():
+            pass
+        return [thread == threading.get_ident() for thread in threads], tensor.tolist()
 
     op = dist.ReduceOp.SUM if kind == "plain" else dist._make_nccl_premul_sum(2.0)
     expected = ((fill(0, (3,)) + fill(1, (3,))) * (1 if kind == "plain" else 2)).tolist()
-    assert run(program, 2, backend=backend) == [(True, expected)] * 2
+    assert run(program, 2, backend=backend) == [([False], expected)] * 2
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])

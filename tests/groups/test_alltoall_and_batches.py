@@ -16,8 +16,8 @@ from torch import Tensor
 import torchdist_ref as dist
 from tests.torch_versions import torch_has
 from tests.torchs_world import start_torch
-from torchdist_ref.groups.collectives import JoinedWork
 from torchdist_ref.testing import RankError, fill, run
+from torchdist_ref.work import JoinedWork
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.complex64]

@@ -138,11 +138,16 @@ class CallbackRunner:
 
     def __call__(self, job: Job) -> None:
         """Run a callback after all that were put before."""
-        self._thread.put(lambda: self._context.run(job))
+        # In a copy: once the thread is closed, a job may run within another one of the same context.
+        self._thread.put(lambda: self._context.copy().run(job))
 
     def start(self) -> None:
         """Start the thread; see `WorkerThread.start`."""
         self._thread.start()
+
+    def is_occupied_by_caller(self) -> bool:
+        """Return whether the calling code is in a callback of the thread, or in one below that."""
+        return self._thread in _callers.get()
 
 
 class CallbackThreads:

@@ -32,9 +32,9 @@ from torchdist_ref.groups.arguments import (
     member_group,
     reduction_name,
 )
-from torchdist_ref.groups.collectives import JoinedWork, submit, submit_premultiplied
+from torchdist_ref.groups.collectives import submit, submit_premultiplied
 from torchdist_ref.groups.world import ProcessGroup
-from torchdist_ref.work import Work
+from torchdist_ref.work import JoinedWork, Work
 
 _ALL_GATHER = AllGather()
 

@@ -14,7 +14,6 @@ dtype, as NCCL does (its manual, ``ncclRedOpCreatePreMulSum``).
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,7 +21,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 from torch import Tensor, sparse_coo, strided
-from torch.futures import Future
 
 from torchdist_ref.backends.base import (
     are_apart,
@@ -33,7 +31,7 @@ from torchdist_ref.backends.base import (
 )
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
-from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, RankStalledError, explain
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
@@ -48,9 +46,8 @@ from torchdist_ref.groups.arguments import (
     timeout_of,
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_unusable
-from torchdist_ref.timeouts import Deadline
 from torchdist_ref.torch_modes import outside_modes
-from torchdist_ref.work import Work, seconds_of
+from torchdist_ref.work import JoinedWork, Work
 
 _BARRIER = Barrier()
 _SUM = ALL_REDUCE["sum"]
@@ -412,91 +409,6 @@ def submit_premultiplied(
     part = group.backend.submit(call, (scaled,), (scaled,), not async_op)
     copy_back = (lambda: tensor.copy_(scaled)) if has_result else None
     return join(JoinedWork(operation, [tensor], [part], copy_back), async_op)
-
-
-class JoinedWork(Work):
-    """Work of a function that needs several backend calls, and possibly a local step after them.
-
-    It completes when all parts have completed and the local step has run; it fails with the first part's error. Its
-    progress does not depend on a callback, so that a callback may wait for it.
-
-    Args:
-        name: Name of the public function.
-        outputs: Value of the future: the caller's outputs.
-        parts: Works of the backend calls.
-        after: Local step to run once all parts have succeeded. Default: none.
-    """
-
-    def __init__(
-        self, name: str, outputs: Sequence[Any], parts: Sequence[Work], after: Callable[[], Any] | None = None
-    ) -> None:
-        super().__init__(name, outputs)
-        if parts:
-            # Callbacks run on the same thread as the last part's, and number their calls below that.
-            last = parts[-1]
-            self._run_callbacks, self._scope = last._run_callbacks, last._scope  # noqa: SLF001 - of its own class
-        self._parts = tuple(parts)
-        self._after = after
-        self._once, self._concluded = threading.Lock(), False
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """See `Work.wait`."""
-        seconds = seconds_of(timeout)
-        deadline = None if seconds is None else Deadline(seconds)
-        for part in self._parts:
-            self._wait_for(part, None if deadline is None else deadline.remaining(), seconds)
-        self._conclude()
-        return super().wait()
-
-    def _wait_for(self, part: Work, left: float | None, allowed: float | None) -> None:
-        try:
-            part.wait(left)
-        except Exception:
-            # The error of a failed part is raised at the end: the other parts still write to the caller's tensors.
-            if not part.is_completed():
-                raise RankStalledError(
-                    f"{self.name}: not done after {allowed} s of waiting; the call continues."
-                ) from None
-
-    def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
-        if not super().is_completed() and all(part.is_completed() for part in self._parts):
-            self._conclude()
-        return super().is_completed()
-
-    def is_success(self) -> bool:
-        """See `Work.is_success`."""
-        return self.is_completed() and super().is_success()
-
-    def exception(self) -> BaseException | None:
-        """See `Work.exception`."""
-        return super().exception() if self.is_completed() else None
-
-    def get_future(self) -> Future[Any]:
-        """See `Work.get_future`."""
-        future = super().get_future()
-        if not self.is_completed():
-            for part in self._parts:
-                part.get_future().add_done_callback(self._on_part_done)
-        return future
-
-    def _on_part_done(self, _: Future[Any]) -> None:
-        self.is_completed()
-
-    def _conclude(self) -> None:
-        with self._once:
-            if self._concluded:
-                return
-            error = next((part.exception() for part in self._parts if part.exception() is not None), None)
-            try:
-                if error is None and self._after is not None:
-                    with outside_modes():
-                        self._after()
-            except Exception as failure:
-                error = failure
-            self._concluded = True
-        # Without the lock: a callback may run here, and another thread may wait for what the callback does.
-        self.finish() if error is None else self.fail(error)
 
 
 def join(work: JoinedWork, async_op: bool) -> Work | None:

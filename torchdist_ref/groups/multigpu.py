@@ -34,10 +34,10 @@ from torchdist_ref.groups.arguments import (
     reduction_name,
     root_of,
 )
-from torchdist_ref.groups.collectives import JoinedWork, join
+from torchdist_ref.groups.collectives import join
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.torch_modes import outside_modes
-from torchdist_ref.work import Work
+from torchdist_ref.work import JoinedWork, Work
 
 
 def broadcast_multigpu(

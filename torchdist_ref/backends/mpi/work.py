@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torchdist_ref.backends.worker_threads import WorkerThread
 from torchdist_ref.errors import RankStalledError
 from torchdist_ref.torch_modes import outside_modes
-from torchdist_ref.work import Runner, Work
+from torchdist_ref.work import Runner, Work, refuse_inherited
 
 MAX_PAUSE_SECONDS = 0.001
 FAILURE_CHECK_SECONDS = 0.2
@@ -86,8 +86,8 @@ class MpiWork(Work):
         self._next_check = monotonic() + FAILURE_CHECK_SECONDS
         self._once = threading.Lock()
 
-    def is_completed(self) -> bool:
-        """See `Work.is_completed`; polls MPI."""
+    def is_over(self) -> bool:
+        """See `Work.is_over`; polls MPI."""
         if not self._over and self._once.acquire(False):
             try:
                 if not self._over:
@@ -124,9 +124,12 @@ class MpiWork(Work):
         if now > self._next_check:
             self._next_check = now + FAILURE_CHECK_SECONDS
 
-    def _await(self, seconds: float | None) -> bool:
+    def await_over(self, seconds: float | None) -> bool:
+        """See `Work.await_over`; polls MPI."""
+        if not self._over:
+            refuse_inherited(self.name, self._forks)
         end, pauses = None if seconds is None else monotonic() + seconds, Pauses()
-        while not self.is_completed():
+        while not self.is_over():
             if end is not None and monotonic() >= end:
                 return False
             pauses.pause()
@@ -163,7 +166,7 @@ class RequestPoller:
 
     def _poll_all(self) -> bool:
         """Poll each work, and return whether there is one left."""
-        ended = [work for work in list(self._works) if work.is_completed()]
+        ended = [work for work in list(self._works) if work.is_over()]
         self._failed += [work for work in ended if work.exception() is not None]
         with self._lock:
             self._works = [work for work in self._works if work not in ended]

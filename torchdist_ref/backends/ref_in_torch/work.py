@@ -18,13 +18,13 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, UnsupportedError, explain
 from torchdist_ref.timeouts import from_torch
-from torchdist_ref.work import CallFuture, Done, Work
+from torchdist_ref.work import Done, JoinedWork, Work
 
 
 class RefWork(c10d.Work):
@@ -38,14 +38,13 @@ class RefWork(c10d.Work):
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], seconds: float | None) -> None:
         super().__init__()
-        self._works, self._outputs = works, list(outputs)
+        self._outputs = list(outputs)
+        self._work = works[0] if len(works) == 1 else JoinedWork(works[0].name if works else "", self._outputs, works)
         self._deadline = None if seconds is None else monotonic() + seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all calls have ended, and raise the error of the first one that failed."""
-        for work in self._works:
-            work.wait(timeout or self._remaining())
-        return True
+        """Block until all calls have completed, and raise the error of the first one that failed."""
+        return self._work.wait(timeout or self._remaining())
 
     def _remaining(self) -> float | None:
         """Return the seconds until the deadline."""
@@ -55,28 +54,19 @@ class RefWork(c10d.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the list of output tensors."""
-        if len(self._works) == 1 and isinstance(future := self._works[0].get_future(), CallFuture):
-            return future
-        outputs = self._outputs
-
-        def value(futures: Future[list[Future[Any]]]) -> list[Tensor]:
-            for future in futures.value():
-                future.value()
-            return outputs
-
-        return collect_all([work.get_future() for work in self._works]).then(value)
+        return self._work.get_future()
 
     def is_completed(self) -> bool:
-        """Return whether all calls have ended, with or without an error."""
-        return all(work.is_completed() for work in self._works)
+        """Return whether all calls have completed, with or without an error."""
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
         """Return whether all calls have ended without an error."""
-        return all(work.is_success() for work in self._works)
+        return self._work.is_success()
 
     def exception(self) -> BaseException | None:
         """Return the error of the first call that failed, or None."""
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return self._work.exception()
 
     def result(self) -> list[Tensor]:
         """Wait for all calls, and return the output tensors."""
@@ -85,7 +75,7 @@ class RefWork(c10d.Work):
 
     def source_rank(self) -> int:
         """See `Work.source_rank`."""
-        return self._works[-1].source_rank()
+        return self._work.source_rank()
 
     _source_rank = source_rank
 

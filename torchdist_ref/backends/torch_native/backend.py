@@ -120,22 +120,21 @@ class TorchWork(Work):
     ) -> None:
         super().__init__(name, outputs, callbacks)
         self._torch_work, self._copy_back, self._finished = torch_work, copy_back, finished
-        self._once = threading.Lock()
+        self._once, self._has_thread = threading.Lock(), False
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """See `Work.wait`."""
+    def await_over(self, seconds: float | None) -> bool:
+        """See `Work.await_over`; torch fails a call that a wait with a time-out gives up."""
         if not self._over:
             refuse_inherited(self.name, self._forks)
-            self._complete_after(lambda: self._wait_for_torch(timeout))
-        return super().wait(timeout)
+            self._complete_after(lambda: self._wait_for_torch(seconds))
+        return super().await_over(seconds)
 
-    def _wait_for_torch(self, timeout: timedelta | float | None) -> None:
+    def _wait_for_torch(self, seconds: float | None) -> None:
         """Wait for torch's work."""
-        limit = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
-        self._torch_work.wait() if limit is None else self._torch_work.wait(limit)
+        self._torch_work.wait() if seconds is None else self._torch_work.wait(timedelta(seconds=seconds))
 
-    def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
+    def is_over(self) -> bool:
+        """See `Work.is_over`."""
         if not self._over and self._torch_work.is_completed():
             self._complete_after(self._torch_work.wait)
         return self._over
@@ -176,10 +175,17 @@ class TorchWork(Work):
                 torchs = self._torch_work.get_future()
                 torchs.add_done_callback(lambda done: context.run(self._complete_after, done.value))
             except RuntimeError:
-                # Works of messages have no future: a thread waits for this one.
-                arguments = (self._complete_after, self._torch_work.wait)
-                threading.Thread(target=context.run, args=arguments, daemon=True).start()
+                # Works of messages have no future.
+                self._wait_on_a_thread()
         return future
+
+    def _wait_on_a_thread(self) -> None:
+        """Let a thread wait for torch's work, unless one does."""
+        with self._once:
+            if not self._has_thread:
+                arguments = (self._complete_after, self._torch_work.wait)
+                threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True).start()
+                self._has_thread = True
 
 
 class TorchBackend(Backend):

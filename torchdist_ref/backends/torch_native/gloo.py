@@ -70,6 +70,12 @@ class GlooWork(TorchWork):
         super().__init__(*arguments)
         self._waiting = threading.Lock()
 
+    def is_over(self) -> bool:
+        """See `Work.is_over`. torch's works of messages end only in a wait, for which nobody may be there."""
+        if not self._over and self.name in ("send", "recv"):
+            self._wait_on_a_thread()
+        return super().is_over()
+
     def _complete_after(self, wait: Callable[[], Any]) -> None:
         # The thread that holds the lock will complete this work. Do not block on the lock: torch's futures complete
         # before its works, and on the same thread.

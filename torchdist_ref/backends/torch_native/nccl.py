@@ -63,40 +63,29 @@ class NcclWork(TorchWork):
     """Work of a call on a stream. Each wait makes the current stream of the waiting thread wait for it."""
 
     _copied_event: Any = None
+    _torchs_future: torch.futures.Future[Any] | None = None
 
     def started(self, torch_work: Any) -> None:
         """Set torch's work at the end of a group of coalesced calls, when the call is on its stream."""
         self._torch_work = torch_work
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Make the current stream wait for the call. The host does not block, unless there is a time-out.
-
-        Args:
-            timeout: Time-out for which the host blocks too.
-
-        Returns:
-            True. On the current stream, the outputs hold the result.
-
-        Raises:
-            DistBackendError: The error of the call, if it is known by now.
-        """
-        self._order_stream(timeout)
-        if self._error is not None:
-            raise self._error
+    def await_over(self, seconds: float | None) -> bool:
+        """Make the current stream wait for the call. The host does not block, unless there is a time-out."""
+        self._order_stream(seconds)
         return True
 
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the call is on its stream; if so, the current stream waits for it, to use the outputs."""
         if self._torch_work is None:
             return False
         self._order_stream(None)
         return True
 
-    def _order_stream(self, timeout: timedelta | float | None) -> None:
+    def _order_stream(self, seconds: float | None) -> None:
         if not self._over:
-            self._complete_after(lambda: self._wait_for_torch(timeout))
+            self._complete_after(lambda: self._wait_for_torch(seconds))
         elif self._error is None:
-            self._wait_for_torch(timeout)
+            self._wait_for_torch(seconds)
             self._wait_for_copies()
 
     def _copy_results(self) -> bool:
@@ -116,10 +105,12 @@ class NcclWork(TorchWork):
 
         It completes once the call is on its stream; callbacks run on streams ordered after it.
         """
-        with self._lock:
-            if self._future is None:
-                self._future = self._torch_work.get_future().then(self._value)
-            return self._future
+        if self._torchs_future is None:
+            # Without the lock: the callback runs at once if the call is on its stream, and then completes this work.
+            future = self._torch_work.get_future().then(self._value)
+            with self._lock:
+                self._torchs_future = self._torchs_future or future
+        return self._torchs_future
 
     def _value(self, done: torch.futures.Future[Any]) -> list[Any]:
         if not self._over:
