@@ -34,6 +34,8 @@ function_modes: Callable[[], int] = torch_private.FUNCTION_MODES.bind()
 """Return how many modes intercept functions of torch in Python on this thread."""
 dispatch_modes: Callable[[], int] = torch_private.DISPATCH_MODES.bind()
 """Return how many modes intercept operations of torch on this thread."""
+is_traced: Callable[[], Any] = torch_private.TRACED.bind()
+"""Return something true while ``torch.jit.trace`` runs."""
 transforms: Callable[[], bool] = torch_private.TRANSFORMS.bind()
 """Return whether a transform of `torch.func` runs on this thread."""
 

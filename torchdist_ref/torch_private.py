@@ -257,6 +257,9 @@ DISPATCH_MODES = PrivateName(
     "tells at each call whether a mode of torch's dispatcher runs",
     "calls raise",
 )
+TRACED = PrivateName(
+    "torch._C", "_get_tracing_state", "tells at each call whether `torch.jit.trace` runs", "calls raise"
+)
 BOX_GROUP = PrivateName(
     _NATIVE, "ProcessGroup.boxed", "passes a group to the dispatcher in a call", "calls in such modes raise"
 )

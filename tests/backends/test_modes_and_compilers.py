@@ -23,7 +23,7 @@ from tests.backends.inside_torch import kept
 from torchdist_ref.testing import fill, run
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
@@ -363,6 +363,19 @@ def test_export_refuses_other_collectives_in_one_sentence() -> None:
 
     # Of ranks that are threads, one may export at a time.
     assert run(program, 1) == [[*functions]]
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_jit_trace_refuses_collectives(backend: str) -> None:
+    """torch's functions raise a RuntimeError with this phrase."""
+
+    def program(rank: int) -> Tensor:
+        with pytest.raises(RuntimeError, match="all_reduce: Tried to trace"):
+            torch.jit.trace(lambda x: (dist.all_reduce(x), x + 1)[1], torch.ones(2))
+        dist.all_reduce(total := fill(rank, (3,)))
+        return total
+
+    torch.testing.assert_close(run(program, 2, backend=backend), [fill(0, (3,)) + fill(1, (3,))] * 2)
 
 
 def functional_operators(library: Any, rank: int, world: int) -> list[Tensor]:

@@ -49,7 +49,7 @@ from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.timeouts import Deadline, found_soon
-from torchdist_ref.torch_modes import dispatch_modes, outside_modes
+from torchdist_ref.torch_modes import dispatch_modes, is_traced, outside_modes
 from torchdist_ref.work import Work
 
 _CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
@@ -750,7 +750,7 @@ def dispatched(submit: Submit[AnyBackend]) -> Submit[AnyBackend]:
 
     @wraps(submit)
     def submit_dispatched(self: AnyBackend, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
-        if dispatch_modes():
+        if dispatch_modes() or is_traced():
             return run_in_modes(self, call, inputs, outputs, wait, partial(submit, self, call, inputs, outputs, wait))
         return submit(self, call, inputs, outputs, wait)
 
@@ -760,7 +760,16 @@ def dispatched(submit: Submit[AnyBackend]) -> Submit[AnyBackend]:
 def run_in_modes(
     backend: Backend, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, start: Callable[[], Work]
 ) -> Work:
-    """Pass a call to torch's dispatcher, at whose end `start` submits it, without modes."""
+    """Pass a call to torch's dispatcher, at whose end `start` submits it, without modes.
+
+    Raises:
+        UnsupportedError: ``torch.jit.trace`` runs. Its trace would keep the data of the other ranks as constants.
+    """
+    if is_traced():
+        raise UnsupportedError(
+            f"{call.op}: Tried to trace a collective, which torch.jit.trace cannot record{on_rank()}. Use "
+            f"torch.compile or torch.export, or call it outside the traced function."
+        )
     group = backend.group()
     if group is None:
         return start()

@@ -47,7 +47,7 @@ from torchdist_ref.backends.worker_threads import (
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
-from torchdist_ref.torch_modes import dispatch_modes, function_modes, outside_modes, transforms
+from torchdist_ref.torch_modes import dispatch_modes, function_modes, is_traced, outside_modes, transforms
 from torchdist_ref.transports import connect, empty_registered, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
 
@@ -147,7 +147,7 @@ class Ref(Backend):
         Modes of torch's dispatcher have seen one that is `dispatched`.
         """
         # As the decorators `dispatched` and `profiled` of `base`, but two calls of functions shorter.
-        if dispatch_modes() and not dispatched:
+        if (dispatch_modes() or is_traced()) and not dispatched:
             start = partial(self.submit, call, inputs, outputs, wait, dispatched=True)
             return run_in_modes(self, call, inputs, outputs, wait, start)
         if is_profiling() and not profiled:
@@ -184,7 +184,7 @@ class Ref(Backend):
 
     def submit_repeated(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work | None:
         """See `Backend.submit_repeated`. The lists of a plan have passed the checks once."""
-        if self.link.broken is not None or dispatch_modes() or is_profiling():
+        if self.link.broken is not None or dispatch_modes() or is_traced() or is_profiling():
             return None
         tensors = (*inputs, *outputs)
         try:
