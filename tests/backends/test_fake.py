@@ -118,3 +118,15 @@ def test_no_store_and_no_address_are_needed(arguments: Any) -> None:
 def test_a_rank_outside_the_world_is_an_error(rank: int) -> None:
     with thread_rank(), pytest.raises(dist.UsageError if rank < 0 else dist.BackendArgumentError, match="from 0 to 5"):
         dist.init_process_group("fake", rank=rank, world_size=6)
+
+
+def test_local_tensors_of_torchs_hold_every_rank_without_a_store() -> None:
+    local = pytest.importorskip("torch.distributed._local_tensor", reason="torch 2.11 and older have no LocalTensor")
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4)
+    with local.LocalTensorMode(4):
+        tensor = local.LocalTensor({rank: fill(rank, (3,)) for rank in range(4)})
+        dist.all_reduce(tensor)
+        shown = str(tensor)
+    total = fill(0, (3,)) + fill(1, (3,)) + fill(2, (3,)) + fill(3, (3,))
+    assert shown.count(str(total)) >= 4
