@@ -342,6 +342,27 @@ def test_torchs_gloo_is_the_oracle_of_this_table(tmp_path: Path) -> None:
     run(on_torchs, SIZE, "gloo", f"{tmp_path}/meet", ON_TORCHS_GLOO, init=False, ranks="processes")
 
 
+def message_on_torchs_gloo(rank: int, path: str) -> tuple[bool, bool, bool]:
+    c10d.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    work = c10d.irecv(torch.ones(1), 0) if rank else c10d.isend(fill(0, (1,)), 1)
+    c10d.barrier()
+    before = work.is_completed()
+    try:
+        has_future = bool(work.get_future())
+    except RuntimeError:
+        has_future = False
+    work.wait()
+    after = work.is_completed()
+    c10d.destroy_process_group()
+    return before, has_future, after
+
+
+def test_a_message_of_torchs_gloo_is_completed_by_its_wait(tmp_path: Path) -> None:
+    """So a program that polls never sees its end, and none in a future: on ours both do."""
+    run_of = run(message_on_torchs_gloo, 2, f"{tmp_path}/meet", init=False, ranks="processes")
+    assert run_of == [(False, False, True)] * 2
+
+
 def on_nccl(rank: int, path: str) -> None:
     dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=SIZE)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 import time
@@ -324,6 +325,14 @@ def one_hostile(rank: int, name: str) -> list[Any]:
 )
 def test_weights_only_refuses_other_objects_on_all_ranks_and_runs_no_code(name: str) -> None:
     assert run(one_hostile, 2, name) == [[True, True, 2.0]] * 2 and not CALLED
+
+
+def test_torchs_loader_refuses_a_frozenset() -> None:
+    saved = io.BytesIO()
+    torch.save(frozenset({1, 2}), saved)
+    saved.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(saved, weights_only=True)
 
 
 def test_a_pickle_from_a_rank_without_weights_only_is_not_loaded() -> None:
