@@ -62,9 +62,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: An option is wrong. The code is 2, and a line on standard error names the option.
         ArgumentError: A value cannot be used on this host.
-        ChildFailedError: A rank failed and no restart was left. Its `failures` has the failure by rank. It is torch's
-            `ChildFailedError` too if torch is installed.
-        SignalException: A signal ended the job. It is torch's too if torch is installed.
+        ChildFailedError: A rank failed, and no restart was left. Its `failures` has the failure by rank.
+        SignalException: A signal ended the job. Both are torch's exceptions too if torch is installed.
 
     Example:
         >>> from torchdist_ref.launcher.failures import ChildFailedError

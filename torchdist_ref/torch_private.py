@@ -266,6 +266,12 @@ BOX_GROUP = PrivateName(
 UNBOX_GROUP = PrivateName(
     _NATIVE, "ProcessGroup.unbox", "finds the group of a call that passes the dispatcher", "calls in such modes raise"
 )
+PROXY_MODE = PrivateName(
+    "torch.fx.experimental.proxy_tensor",
+    "get_proxy_mode",
+    "finds out whether make_fx records a call in such a mode",
+    "calls in such modes raise",
+)
 BOX_WORK = PrivateName(_NATIVE, "Work.boxed", "returns a Work to the dispatcher", "calls in such modes raise")
 WORK_OF_FUTURE = PrivateName(
     _NATIVE, "_create_work_from_future", "makes the Work that the dispatcher returns", "calls in such modes raise"

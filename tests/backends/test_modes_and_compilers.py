@@ -304,6 +304,25 @@ def test_one_rank_alone_may_have_a_mode(backend: str) -> None:
     torch.testing.assert_close((total, same), ((data[0] + data[1]) / 2,) * 2)
 
 
+def test_torchs_kernels_are_back_after_each_call_under_a_mode() -> None:
+    """Once each later call of every group of torch's own ran in Python, and one whose store is in Python hung."""
+
+    def program(rank: int) -> list[Any]:
+        names = [f"c10d::{name}" for name in ("allreduce_", "broadcast_", "send", "recv_")]
+        before, tensor = [torch._C._dispatch_dump(name) for name in names], fill(rank, (4,))
+        with Seen() as seen:
+            dist.all_reduce(tensor)
+            dist.broadcast(tensor, 1)
+            dist.recv(tensor, 0) if rank else dist.send(tensor, 1)
+        dist.barrier()
+        return [before == [torch._C._dispatch_dump(name) for name in names], len(seen.names), tensor]
+
+    total = fill(0, (4,)) + fill(1, (4,))
+    for unchanged, seen, tensor in run(program, 2, ranks="processes"):
+        assert unchanged and seen == 3
+        torch.testing.assert_close(tensor, total)
+
+
 def recorded(library: Any, rank: int, world: int) -> dict[str, Any]:
     """Return the operators that make_fx records, and the results of the recorded functions on other data."""
     found = {}

@@ -22,7 +22,7 @@ GradBucket.index GradBucket.buffer GradBucket.gradients GradBucket.parameters Gr
 is_recomputing noop_hook fp16_compress_wrapper bf16_compress_wrapper get_log_level get_logger substitute
 PowerSGDState.maybe_increase_iter PowerSGDState.compression_stats PowerSGDState.__getstate__
 PowerSGDState.__setstate__ PostLocalSGDState.maybe_increase_iter JoinHook.main_hook JoinHook.post_hook
-Joinable.join_hook convert_deferred_batch_norm ModelAverager.average_parameters Work.get_future
+Joinable.join_hook convert_deferred_batch_norm ModelAverager.average_parameters Work.get_future get_debug_level
 """.split()
 # Parts of an object whose example is at its class or its module, or that a program does not call itself.
 SHOWN_ELSEWHERE = """

@@ -250,7 +250,9 @@ class Ref(Backend):
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         try:
-            with outside_modes():
+            # A program without modes enters no guard, here nor in `_run`.
+            others = function_modes() or dispatch_modes() or transforms() or torch.is_inference_mode_enabled()
+            with outside_modes() if others else nullcontext():
                 plan = self._planner.make(call, tensors, inputs, lists)
                 planned = self.plans[key] = plan, self._executor.compile(plan)
         except Exception as error:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.backends.ref.steps import Operand, Part, Step, StepMaker
 from torchdist_ref.schedules.schedule import Move, Slot
-from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, ring_bytes
@@ -131,7 +130,7 @@ class StagedRounds:
         if found is None:
             numbers = range(len(self.plan.rounds))
             # Tensors made under inference mode could not be changed after it.
-            with outside_modes():
+            with torch.inference_mode(False):
                 found = tuple(self._round(n, begin, self._after(location, n)) for n in numbers)
             self._compiled[key] = found
         return found

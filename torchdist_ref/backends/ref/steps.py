@@ -22,7 +22,6 @@ from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.schedules.schedule import Move, Slot
-from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports.segment import memmove_for
 
 Tensors = Sequence[Tensor]
@@ -65,8 +64,8 @@ class Views(dict[int, Tensor]):
     def __missing__(self, address: int) -> Tensor:
         if len(self) >= MOST_VIEWS:
             self.clear()
-        # Under inference mode a view could not be changed after it.
-        with outside_modes():
+        # A view that is made under inference mode could not be changed after it. `Ref` has left the other modes.
+        with torch.inference_mode(False):
             view = self[address] = torch.frombuffer(self._memory.from_address(address), dtype=self._dtype)
         return view
 

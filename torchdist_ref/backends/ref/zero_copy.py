@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, with_schedule
@@ -21,7 +22,6 @@ from torchdist_ref.backends.ref.steps import Part, Step, StepMaker
 from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.torch_modes import outside_modes
 from torchdist_ref.transports import registered_memory
 from torchdist_ref.transports.registered_memory import MemoryHandle, PeerMemory
 from torchdist_ref.transports.segment import REGISTERED_MEMORY
@@ -76,7 +76,7 @@ class ZeroCopyPath(ABC):
             if len(self._compiled) >= MOST_LOCATIONS:
                 self._compiled.clear()
             # Tensors made under inference mode could not be changed after it.
-            with outside_modes():
+            with torch.inference_mode(False):
                 found = self._compiled[locations] = self.compile(locations)
         return found
 

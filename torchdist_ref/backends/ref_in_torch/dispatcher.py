@@ -6,9 +6,13 @@ own see it, and may act in place of a backend. `dispatch` makes a call of ours t
 call of one rank, so a group does so only while a mode runs on the calling thread, or if its backend has refused the
 tensors.
 
-At the end of that way is torch's kernel, which asks the group for a backend in C++; ours are in Python. So kernels of
-this module take its place when a call is first dispatched. For a group of ours they call the method of the group, for
-any other group its backend in C++.
+At the end of that way is torch's kernel, which asks the group for a backend in C++; ours are in Python. So a kernel of
+this module takes its place, for as long as a call is being dispatched: it calls the method of a group of ours. Kernels
+are of the process, so a group of torch's own whose call comes meanwhile, on another thread, gets to its backend in C++
+by way of Python. The first version left the kernels in place from the first dispatched call on. Each later call of
+every group of torch's own then ran in Python: the compiler traced into it, messages of errors differed, and a group
+whose store is in Python hung. Only where `make_fx` records a call does the kernel stay, as the recorded function makes
+that call outside of any mode.
 
 Two operators of functional collectives call methods in C++ that a group in Python cannot have. They get kernels when
 this module is loaded.
@@ -22,10 +26,11 @@ functions have it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,6 +41,7 @@ from torch.library import Library, get_kernel
 
 from torchdist_ref import torch_private
 from torchdist_ref.backends.base import RowBlocks, flat_operands
+from torchdist_ref.backends.ref_in_torch.work import hide_from_compilers
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -98,6 +104,7 @@ _OPERATORS = {
     "recv_": ("recv",),
     "recv_any_source_": ("recv_anysource",),
 }
+_OPERATOR_OF = {names[0]: name for name, names in _OPERATORS.items()}
 _OLDER = {names[0]: names[-1] for names in _OPERATORS.values()}
 _KEYS = "CPU", "CUDA"
 # Arguments of operators that are attributes of the options of a method; torch has spelled some in two ways.
@@ -111,8 +118,6 @@ _ATTRIBUTES = {
 _NO_OPERANDS = {*_ATTRIBUTES, "processgroup", "sparseindices", "deviceids"}
 
 _Mode: Any = torch_private.DISPATCH_MODE.get()
-_lock = threading.Lock()
-_registered: list[Library] = []
 
 
 class _Current(threading.local):
@@ -157,7 +162,6 @@ def dispatch(
     """
     if torch.compiler.is_exporting():
         _refuse_export(method)
-    _register_kernels()
     # A method of a group in C++ makes the operator's arguments; one of our group would call itself.
     plain: Any = ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
     call = _method(plain, method)
@@ -165,7 +169,7 @@ def dispatch(
     outer = _current.end, _current.work
     _current.end, _current.work = end, None
     try:
-        with _InNameOf(group):
+        with _KERNELS[_OPERATOR_OF[method]].in_place(), _InNameOf(group):
             handed = call(*operands)
         return handed if _current.work is None else _current.work
     finally:
@@ -274,21 +278,54 @@ def _tensors(operands: Any) -> list[int]:
     return [id(operands)] if isinstance(operands, Tensor) else []
 
 
-def _register_kernels() -> None:
-    with _lock:
-        if _registered:
-            return
-        library = Library("c10d", "IMPL")
+class _Kernels:
+    """Kernels of one operator, in place of torch's while they are needed.
+
+    Args:
+        name: Name of the operator.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._library: Library | None = None
+        self._users, self._stays = 0, False
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the kernels in the place of torch's in a context, which several threads may enter."""
+        with self._lock:
+            self._users += 1
+            self._stays = self._stays or _is_recorded()
+            if self._library is None:
+                self._library = self._registered()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not (self._users or self._stays):
+                    self._library._destroy()  # noqa: SLF001 - the one way to end a registration at once
+                    self._library = None
+
+    def _registered(self) -> Library:
+        library, operator = Library("c10d", "IMPL"), getattr(torch.ops.c10d, self._name).default
         with warnings.catch_warnings():
             # torch warns that its kernels are replaced.
             warnings.simplefilter("ignore")
-            for name, methods in _OPERATORS.items():
-                for key in _KEYS:
-                    kernel = _kernel(
-                        getattr(torch.ops.c10d, name).default, methods, key, get_kernel(f"c10d::{name}", key)
-                    )
-                    library.impl(name, kernel, key, with_keyset=True)
-        _registered.append(library)
+            for key in _KEYS:
+                original = get_kernel(f"c10d::{self._name}", key)
+                kernel = _kernel(operator, _OPERATORS[self._name], key, original)
+                library.impl(self._name, kernel, key, with_keyset=True)
+        return library
+
+
+def _is_recorded() -> bool:
+    """Return whether `make_fx` records the calls of this thread: the recorded function makes them outside of a mode."""
+    loaded = torch_private.PROXY_MODE.module in sys.modules
+    return loaded and torch_private.PROXY_MODE.get()() is not None
+
+
+_KERNELS = {name: _Kernels(name) for name in _OPERATORS}
 
 
 def _kernel(operator: Any, methods: Sequence[str], key: str, original: Any) -> Callable[..., Any]:
@@ -319,6 +356,7 @@ def _kernel(operator: Any, methods: Sequence[str], key: str, original: Any) -> C
         boxed = torch_private.BOX_WORK.get()(work)
         return (given[0], boxed) if has_outputs else boxed
 
+    hide_from_compilers(kernel)
     return kernel
 
 
