@@ -7,7 +7,7 @@ Callbacks of the future run on a thread of the backend for callbacks, never on i
 wait for a new collective. `wait` and `is_completed` count a call as completed once the callbacks that were attached
 before its end have run, as torch's do. Code in a callback is the exception: it would wait for itself.
 
-`JoinedWork` is one Work over several. Do not add knowledge of backends here.
+`JoinedWork` is one Work over several, and `WorkForTorch` is one of torch's type. Do not add knowledge of backends here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from contextlib import nullcontext
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
+from weakref import finalize
 
+import torch.distributed as c10d
 from torch import Tensor
 from torch.futures import Future
 
@@ -527,6 +529,50 @@ class Work:
         """Wait for the call, and raise its error; torch's name for `wait` without a time-out."""
         self.wait()
 
+    def block_current_stream(self) -> None:
+        """Order what the current stream runs from now on after the call, as `wait` does.
+
+        torch's Gloo raises a RuntimeError here on a build without accelerators, since it blocks a stream and no thread.
+        """
+        self.wait()
+
+    def boxed(self) -> Any:
+        """Return this Work as a ``torch.ScriptObject``, which operators and torch's C++ accept; see `unbox`.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     work = dist.all_reduce(torch.tensor([rank]), async_op=True)
+            ...     return dist.Work.unbox(work.boxed()) is work, work.wait()
+            >>> run(program, 2)
+            [(True, True), (True, True)]
+
+        Elsewhere:
+            None in MPI, NCCL and JAX.
+        """
+        held = WorkForTorch(self)
+        box = held.boxed()
+        finalize(box, _keep_until_now, held).atexit = False
+        return box
+
+    @staticmethod
+    def unbox(obj: Any) -> Any:
+        """Return the Work in a ``torch.ScriptObject`` that `boxed` returned, as the same object.
+
+        Args:
+            obj: Box of a Work of this library or of torch.
+
+        Raises:
+            ArgumentTypeError: Not a box of a Work.
+        """
+        try:
+            held: Any = c10d.Work.unbox(obj)
+        except (RuntimeError, TypeError):
+            expected = "a torch.ScriptObject from Work.boxed"
+            raise ArgumentTypeError(explain("Work.unbox", "obj", expected, obj)) from None
+        return held.work if type(held) is WorkForTorch else held
+
     def get_future_result(self) -> Future[Any]:
         """Return a future of how the call ended, as the number of torch's ``WorkResult``.
 
@@ -626,6 +672,61 @@ class Work:
             return list(self.outputs)
         error = self._error if isinstance(self._error, Exception) else RuntimeError(f"{self.name}: {self._error!r}")
         return FailedResult(error)
+
+
+def _keep_until_now(held: WorkForTorch) -> None:
+    """Do nothing: the finalizer of a box holds a Work, since C++ does not keep the half of it that is in Python."""
+
+
+class WorkForTorch(c10d.Work):
+    """Work of torch's type over one of ours.
+
+    Args:
+        work: Our Work.
+
+    Attributes:
+        work: The argument.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See `Work.wait`; C++ passes a time-out of zero for none."""
+        return self.work.wait(timeout or None)
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def get_future(self) -> Future[Any]:
+        """See `Work.get_future`."""
+        return self.work.get_future()
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self.work.is_completed()
+
+    def is_success(self) -> bool:
+        """See `Work.is_success`."""
+        return self.work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """See `Work.exception`."""
+        return self.work.exception()
+
+    def result(self) -> list[Any]:
+        """See `Work.result`."""
+        return self.work.result()
+
+    def source_rank(self) -> int:
+        """See `Work.source_rank`."""
+        return self.work.source_rank()
+
+    _source_rank = source_rank
 
 
 class JoinedWork(Work):

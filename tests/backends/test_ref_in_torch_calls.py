@@ -190,7 +190,7 @@ def refused(rank: int, size: int) -> list[tuple[str, str]]:
         lambda: group.allreduce([one], wrong).wait(),
         lambda: group.broadcast([one], rooted),
         lambda: group.broadcast([one], second),
-        lambda: group.broadcast([one, one]),
+        lambda: group.reduce([one, one]),
         lambda: group.all_gather_single(three, one),
         lambda: group.allgather([[one]], [one]),
         lambda: group.all_gather_single(torch.ones(3, 4)[:, ::2], three),
@@ -213,7 +213,7 @@ def failure(attempt: Any) -> tuple[str, str]:
 WANTED = [
     ("UnsupportedError", "PREMUL_SUM"),
     ("MethodArgumentError", "rootRank"),
-    ("UnsupportedError", "rootTensor"),
+    ("MethodArgumentError", "rootTensor"),
     ("MethodArgumentError", "a list of one"),
     ("ArgumentError", "divides into 2"),
     ("MethodArgumentError", "2 tensors, one for each rank"),

@@ -36,12 +36,9 @@ OURS = {"DistributedDataParallel": "torchdist_ref.DistributedDataParallel"}
 
 # Names that ours does without, by pattern, and why. The first that fits counts; each has to fit something.
 ABSENT = {
-    r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
+    r"Backend\.backend_(list|type_map)": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
-    r"DistributedDataParallel\.(gather|scatter|to_kwargs)": "One process, several devices; torch does not call them.",
-    r"Work\.(boxed|unbox)": "How torch's compiler holds a Work.",
     r"Work\.timeout": "A group's `timeout` is that of its calls; `wait` takes another.",
-    r"Work\.block_current_stream": "NCCL only; `wait` orders the current stream.",
 }
 # Where ours takes other parameters, and why.
 DIFFERENT = {

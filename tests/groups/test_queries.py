@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +53,36 @@ def test_a_device_without_a_backend_raises() -> None:
         dist.get_default_backend_for_device("meta")
 
 
+def test_device_types_of_backends_are_torchs_or_what_ours_support() -> None:
+    ours, torchs = dist.Backend.backend_capability, theirs.Backend.backend_capability
+    assert ours["ref"] == ["cpu", "cuda"] and ours["mpi"] == ["cpu"]
+    names = ("gloo", "nccl", "xccl", "ucc")
+    assert {name: ours[name] for name in names} == {name: torchs[name] for name in names}
+    # torch adds xpu to this list where there is one.
+    assert set(torchs["fake"]) - {"xpu"} <= set(ours["fake"])
+
+
+@pytest.mark.parametrize("devices", ["cpu", ["cuda", "cpu"], None])
+def test_registration_adds_the_device_types_of_a_backend(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(dist.Backend, "CAPABLE", "capable", raising=False)
+    monkeypatch.setattr(theirs.Backend, "CAPABLE", "capable", raising=False)
+    for library in (dist, theirs):
+        monkeypatch.setattr(library.Backend, "backend_capability", dict(library.Backend.backend_capability))
+        monkeypatch.setattr(
+            library.Backend, "default_device_backend_map", dict(library.Backend.default_device_backend_map)
+        )
+    for table in ("_plugins", "backend_type_map"):
+        monkeypatch.setattr(theirs.Backend, table, dict(getattr(theirs.Backend, table)))
+    monkeypatch.setattr(theirs.Backend, "backend_list", list(theirs.Backend.backend_list))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for library in (dist, theirs):
+            library.Backend.register_backend("Capable", Ref, devices=devices)
+    torchs = theirs.Backend.backend_capability["capable"]
+    assert dist.Backend.backend_capability["capable"] == [kind for kind in torchs if kind != "xpu"]
+
+
 def counted(calls: list[tuple[object, ...]], *arguments: Any) -> Ref:
     calls.append(arguments)
     store, rank, size, timeout = arguments
@@ -74,6 +105,7 @@ def test_a_registered_backend_runs_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(isinstance(call[3], timedelta) for call in calls)
         assert dist.Backend.OUROWN == "ourown"  # type: ignore[attr-defined]
         assert dist.Backend.default_device_backend_map.pop("fpga") == "ourown"
+        assert dist.Backend.backend_capability.pop("ourown") == ["fpga"]
     finally:
         del dist.Backend.OUROWN  # type: ignore[attr-defined]
 

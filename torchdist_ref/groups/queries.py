@@ -538,6 +538,8 @@ class Backend(str):
         TCP: Name of a backend that torch has removed.
         UNDEFINED: Name for no backend.
         default_device_backend_map: Default backend of each device type.
+        backend_capability: Device types of the tensors that each backend supports, by its name. It also has the
+            backends that `register_backend` has added.
 
     Raises:
         ArgumentError: Not a str.
@@ -562,6 +564,15 @@ class Backend(str):
     TCP = "tcp"
     UNDEFINED = "undefined"
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": NCCL, "xpu": XCCL, "mps": GLOO}
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        REF: ["cpu", "cuda"],
+        GLOO: ["cpu", "cuda"],
+        NCCL: ["cuda"],
+        XCCL: ["xpu"],
+        UCC: ["cpu", "cuda"],
+        MPI: ["cpu"],
+        FAKE: ["cpu", "cuda", "hpu", "xpu"],
+    }
 
     def __new__(cls, name: str) -> Backend:
         """Return the name in lower case."""
@@ -588,7 +599,8 @@ class Backend(str):
             extended_api: Call it as ``func(membership, options)`` instead: with a
                 `torchdist_ref.backends.base.Membership`, which also has the members' global ranks and the group's
                 name, and with the caller's `pg_options`. Default: False.
-            devices: Device types whose default backend this becomes if they have none. Default: none.
+            devices: Device types of the tensors that it supports, as `backend_capability` lists them. It becomes the
+                default backend of those that have none. Default: ``["cpu", "cuda"]``, and the default of none.
 
         Raises:
             ArgumentTypeError: The name is not a str, `func` is not callable, or a new group cannot use its backend.
@@ -622,6 +634,7 @@ class Backend(str):
             setattr(cls, name.upper(), name.lower())
         for device in kinds:
             cls.default_device_backend_map.setdefault(device, name.lower())
+        cls.backend_capability[name.lower()] = ["cpu", "cuda"] if devices is None else list(kinds)
         registry.register(name, _factory(name.lower(), func, extended_api))
 
 

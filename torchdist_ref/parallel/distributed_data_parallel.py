@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, builtin_hook
@@ -244,14 +245,18 @@ class DistributedDataParallel(nn.Module, Joinable):
             # Ranks without inputs learn whether this iteration's backward will communicate.
             synchronization.any_rank(self.require_backward_grad_sync, self.process_group, self.device)
         if self.device_ids is not None:
-            device = torch.device(self.device.type, self.device_ids[0])
-            inputs, kwargs = construction.mapped((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+            inputs, kwargs = self._on_device((inputs, kwargs), self.device_ids[0])
         precision = self.reducer.precision
         if precision is None:
             return inputs, kwargs
         if precision.lower():
             self.reducer.register_autograd_hooks()
         return precision.cast(inputs), precision.cast(kwargs)
+
+    def _on_device(self, value: Any, device_id: int) -> Any:
+        """Return nested inputs with every tensor on a device of the parameters' type."""
+        device = torch.device(self.device.type, device_id)
+        return construction.mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
 
     @_untraced
     def _after_module(self, output: Any) -> None:
@@ -267,6 +272,51 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.precision.restore()
         if self._delayed is not None:
             self._delayed.point_gradients()
+
+    # ---- methods from versions of torch in which a process had several devices; torch has kept them
+
+    def to_kwargs(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_id: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Move the arguments of a forward pass to a device.
+
+        Args:
+            inputs: Positional arguments.
+            kwargs: Keyword arguments, or None.
+            device_id: Index of a device of the type of the parameters' device.
+
+        Returns:
+            A tuple of the moved positional arguments as its only entry, and one of the moved keyword arguments. Both
+            tuples are empty if there are no arguments.
+        """
+        if not inputs and not kwargs:
+            return (), ()
+        moved = self._on_device((inputs or (), kwargs or {}), device_id)
+        return (moved[0],), (moved[1],)
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Divide the arguments of a forward pass over accelerators of this process, along `dim`; others are repeated.
+
+        Args:
+            inputs: Positional arguments.
+            kwargs: Keyword arguments, or None.
+            device_ids: Accelerators; tensors cannot be divided over CPUs.
+
+        Returns:
+            The positional arguments of each device, and the keyword arguments of each device.
+        """
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
+        """Join the outputs of several accelerators of this process on one device, along `dim`.
+
+        Args:
+            outputs: Outputs of one structure, one for each device; tensors are on accelerators.
+            output_device: Device of the result.
+        """
+        return gather(outputs, output_device, dim=self.dim)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,6 +68,7 @@ from torchdist_ref.backends.ref_in_torch.work import (
     reduction,
     refuse,
     require_dense_cpu,
+    with_local_step,
 )
 from torchdist_ref.backends.unusable import InheritedBackend, MissingBackend, UnusableBackend, never_release
 from torchdist_ref.calls import (
@@ -122,6 +124,12 @@ _WRONG_COUNTS = {
     ("all_to_all", "outputs"): "output tensor list size {got} does not match world size {size}",
 }
 adopt_torch()
+
+
+def _check_absent(op: str, argument: str, lists: Lists, phrase: str) -> None:
+    """Raise MethodArgumentError if a rank other than the root passes the root's operands."""
+    if lists:
+        refuse(op, argument, "an empty list on ranks other than the root", len(lists), phrase)
 
 
 def _in_place(call: Call, tensor: Tensor) -> Request:
@@ -426,28 +434,27 @@ class CallsFromTorch(c10d.ProcessGroup):
         add_up()
         return completed_work([tensor], "all_reduce")
 
-    def _root(self, op: str, opts: Any) -> int:
-        """Return the root that options name.
+    def _root(self, op: str, opts: Any, tensors: int = 1) -> int:
+        """Return the root that options name, for a call of a number of tensors.
 
         Raises:
-            UnsupportedError: The options have a rootTensor.
-            MethodArgumentError: The root is not a group rank.
+            MethodArgumentError: The root is not a group rank, or rootTensor is not the index of a tensor.
         """
         if not 0 <= opts.rootRank < self.size():
             expected = f"a group rank from 0 to {self.size() - 1}"
             refuse(op, "rootRank", expected, opts.rootRank, f"invalid root rank: {opts.rootRank}")
-        if getattr(opts, "rootTensor", 0):
-            raise UnsupportedError(
-                f"{op}: 'ref' supports one tensor a call, so no rootTensor {opts.rootTensor}. "
-                f"In torch's words: invalid root tensor: {opts.rootTensor}."
-            )
+        entry = getattr(opts, "rootTensor", 0)
+        if not 0 <= entry < tensors:
+            refuse(op, "rootTensor", f"an index from 0 to {tensors - 1}", entry, f"invalid root tensor: {entry}")
         return int(opts.rootRank)
 
-    def _row_blocks(self, op: str, argument: str, tensor: Tensor) -> Tensors:
-        """Return a tensor as one equal block for each rank."""
+    def _row_blocks(self, op: str, argument: str, tensor: Tensor, phrase: str = "") -> Tensors:
+        """Return a tensor as one equal block for each rank; a phrase is torch's for one that does not divide."""
         size = self.size()
         if tensor.numel() % size or not (tensor.is_contiguous() or tensor.shape[0] % size == 0):
             expected = f"a tensor that divides into {size} equal blocks, by its first dimension if it is not contiguous"
+            if phrase:
+                refuse(op, argument, expected, list(tensor.shape), phrase)
             raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
         return RowBlocks(tensor, size) if size > 1 else (tensor,)
 
@@ -455,17 +462,20 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Return a tensor as one block for each rank: equal ones, or of these numbers of rows.
 
         Raises:
-            ArgumentError: The numbers do not divide the tensor.
+            MethodArgumentError: The numbers do not divide the tensor.
         """
         if sizes is None or (isinstance(sizes, Sequence) and not sizes):
-            return self._row_blocks(op, argument, tensor)
-        try:
+            return self._row_blocks(op, argument, tensor, "Tensor's dim 0 does not divide equally across group size")
+        argument = f"{argument}_split_sizes"
+        if isinstance(sizes, Sequence) and len(sizes) != self.size():
+            expected = f"a list of {self.size()} numbers, one for each rank"
+            refuse(op, argument, expected, sizes, "Number of tensor splits not equal to group size")
+        with suppress(TypeError, RuntimeError):
             blocks: Tensors = tensor.split(list(sizes))
-        except (TypeError, RuntimeError):
-            rows = tensor.shape[0] if tensor.dim() else 1
-            expected = f"numbers that add up to the tensor's {rows} rows"
-            raise ArgumentError(explain(op, f"{argument}_split_sizes", expected, sizes, rank=self.rank())) from None
-        return blocks
+            return blocks
+        rows = tensor.shape[0] if tensor.dim() else 1
+        expected = f"numbers that add up to the tensor's {rows} rows"
+        refuse(op, argument, expected, sizes, "Split sizes doesn't match total dim 0 size")
 
     def _peer(self, op: str, argument: str, peer: int) -> int:
         """Return the other rank of a message.
@@ -506,27 +516,33 @@ class CallsFromTorch(c10d.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `allreduce`."""
         name = reduction("all_reduce", opts)
-        if len(tensors) > 1:
-            return self._reduce_several(tensors, name)
-        tensor = only("all_reduce", "tensors", tensors)
+        if len(tensors) != 1:
+            check_some("all_reduce", "tensors", tensors)
+            return self._reduce_several(tensors, name, opts)
+        tensor = tensors[0]
         if tensor.layout is torch.sparse_coo and name == "sum":
             return self._sum_sparse(tensor, limit(opts))
         return self._submit(opts, _in_place(AllReduce(name), tensor))
 
-    def _reduce_several(self, tensors: Tensors, name: str) -> RefWork:
-        """Reduce several tensors of each rank to one, write it to all of them, and return a completed work."""
-        check_alike("all_reduce", tensors)
+    def _reduce_several(self, tensors: Tensors, name: str, opts: Any) -> RefWork:
+        """Reduce several tensors of each rank to one, and write it to all of them."""
+        check_alike("all_reduce", "tensors", tensors[0], tensors[1:])
         first, *others = (tensor.detach() for tensor in tensors)
         combine = combination("sum" if name == "avg" else name, first.dtype, "all_reduce").combine
         whole = first
         for other in others:
             whole = combine(whole, other)
-        self._submit(None, _in_place(AllReduce(name), whole)).wait()
-        if name == "avg":
-            whole = divide(whole, len(tensors))
-        for tensor in (first, *others):
-            tensor.copy_(whole)
-        return completed_work(tensors)
+
+        def copy_back() -> None:
+            result = divide(whole, len(tensors)) if name == "avg" else whole
+            for tensor in (first, *others):
+                tensor.copy_(result)
+
+        return self._submit_one(opts, _in_place(AllReduce(name), whole), tensors, copy_back)
+
+    def _submit_one(self, opts: Any, request: Request, outputs: Tensors, copy_back: Callable[[], None]) -> RefWork:
+        """Start a call on behalf of several tensors of this rank, to which `copy_back` copies its result."""
+        return with_local_step(self._submit(None, request), request[0].op, outputs, copy_back, opts)
 
     @both_forms(options.AllreduceCoalescedOptions, "op timeout", Operand("tensors", 1))
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RefWork:
@@ -545,8 +561,20 @@ class CallsFromTorch(c10d.ProcessGroup):
     @both_forms(options.BroadcastOptions, "root timeout", _TENSORS)
     def broadcast(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `broadcast`."""
-        tensor = only("broadcast", "tensors", tensors)
-        return self._submit(opts, _in_place(Broadcast(self._root("broadcast", opts)), tensor))
+        check_some("broadcast", "tensors", tensors)
+        call = Broadcast(self._root("broadcast", opts, len(tensors)))
+        if len(tensors) == 1:
+            return self._submit(opts, _in_place(call, tensors[0]))
+        check_alike("broadcast", "tensors", tensors[0], tensors[1:])
+        written = [tensor.detach() for tensor in tensors]
+        entry = opts.rootTensor if call.root == self.rank() else 0
+        source = written.pop(entry)
+
+        def copy_back() -> None:
+            for tensor in written:
+                tensor.copy_(source)
+
+        return self._submit_one(opts, _in_place(call, source), tensors, copy_back)
 
     @both_forms(
         options.AllgatherOptions,
@@ -556,11 +584,45 @@ class CallsFromTorch(c10d.ProcessGroup):
     )
     def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `allgather`."""
-        tensor, outputs = (
-            only("all_gather", "inputs", inputs, _ALIKE),
-            only("all_gather", "output_lists", output_lists, _ALIKE),
-        )
-        return self._submit(opts, self._gather_request("all_gather", outputs, tensor))
+        check_some("all_gather", "inputs", inputs)
+        if len(output_lists) != len(inputs):
+            refuse(
+                "all_gather",
+                "output_lists",
+                f"a list of {len(inputs)} lists, one for each input",
+                len(output_lists),
+                _ALIKE,
+            )
+        if len(inputs) == 1:
+            return self._submit(opts, self._gather_request("all_gather", output_lists[0], inputs[0]))
+        return self._gather_several(output_lists, inputs, opts)
+
+    def _gather_several(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
+        """Gather several tensors of each rank; tensor `j` of rank `k` is entry ``k * len(inputs) + j`` of each list."""
+        op, first, total = "all_gather", inputs[0], len(inputs) * self.size()
+        for number, outputs in enumerate(output_lists):
+            if len(outputs) != total:
+                phrase = f"invalid output tensor list at index {number} (expected length {total}, got {len(outputs)})"
+                refuse(
+                    op,
+                    "output_lists",
+                    f"a list of {total} tensors, one for each input of each rank",
+                    len(outputs),
+                    phrase,
+                )
+        check_alike(op, "inputs", first, inputs[1:], 1)
+        for outputs in output_lists:
+            check_alike(op, "output_lists", first, outputs)
+        rows = torch.stack([tensor.detach() for tensor in inputs])
+        gathered = rows.new_empty((self.size(), *rows.shape))
+
+        def copy_back() -> None:
+            for outputs in output_lists:
+                for block, output in zip(gathered.flatten(0, 1), outputs, strict=True):
+                    output.detach().copy_(block)
+
+        request = AllGather(), (rows,), list(gathered)
+        return self._submit_one(opts, request, [o for outputs in output_lists for o in outputs], copy_back)
 
     @both_forms(options.AllgatherOptions, "timeout", Operand("output_lists", 2), Operand("input_list inputs", 1))
     def allgather_coalesced(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
@@ -594,9 +656,11 @@ class CallsFromTorch(c10d.ProcessGroup):
         tensor = only("gather", "inputs", inputs, "requires a single-element input tensor list")
         call = Gather(self._root("gather", opts))
         phrase = f"requires a single-element output list containing a list with {self.size()} tensors"
-        outputs = only("gather", "output_lists", output_lists, phrase) if call.root == self.rank() else ()
-        if outputs:
-            self._check_blocks("gather", "output_lists", outputs, tensor)
+        if call.root != self.rank():
+            _check_absent("gather", "output_lists", output_lists, "requires empty output on non-root")
+            return self._submit(opts, (call, (tensor,), ()))
+        outputs = only("gather", "output_lists", output_lists, phrase)
+        self._check_blocks("gather", "output_lists", outputs, tensor)
         return self._submit(opts, (call, (tensor,), outputs))
 
     @both_forms(options.GatherOptions, "root timeout", Operand("output", 0), Operand("input", 0))
@@ -621,9 +685,11 @@ class CallsFromTorch(c10d.ProcessGroup):
         tensor = only("scatter", "outputs", outputs, "requires a single-element output tensor list")
         call = Scatter(self._root("scatter", opts))
         phrase = f"requires a single-element input list containing a list with {self.size()} tensors"
-        inputs = only("scatter", "input_lists", input_lists, phrase) if call.root == self.rank() else ()
-        if inputs:
-            self._check_blocks("scatter", "input_lists", inputs, tensor)
+        if call.root != self.rank():
+            _check_absent("scatter", "input_lists", input_lists, "requires empty input on non-root")
+            return self._submit(opts, (call, (), (tensor,)))
+        inputs = only("scatter", "input_lists", input_lists, phrase)
+        self._check_blocks("scatter", "input_lists", inputs, tensor)
         return self._submit(opts, (call, inputs, (tensor,)))
 
     @both_forms(
@@ -854,5 +920,5 @@ class RefProcessGroup(CallsFromTorch):
 
 _joined: LivingObjects[RefProcessGroup] = LivingObjects()
 """The groups that this rank has not left. Once it has, `Backend.broken` says nothing of a failure."""
-hide_from_compilers(CallsFromTorch, RefWork, HandedWork)
+hide_from_compilers(CallsFromTorch)
 keep_flight_recorder_off("ref")

@@ -8,14 +8,13 @@ of ours. An option that `ref` does not support is an error. Do not add default v
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import isfunction
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
@@ -24,10 +23,10 @@ from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, UnsupportedError, explain
 from torchdist_ref.timeouts import from_torch
-from torchdist_ref.work import Done, JoinedWork, Work
+from torchdist_ref.work import Done, JoinedWork, Work, WorkForTorch
 
 
-class RefWork(c10d.Work):
+class RefWork(WorkForTorch):
     """Work of one call of torch's.
 
     Args:
@@ -37,52 +36,45 @@ class RefWork(c10d.Work):
     """
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], seconds: float | None) -> None:
-        super().__init__()
         self._outputs = list(outputs)
-        self._work = works[0] if len(works) == 1 else JoinedWork(works[0].name if works else "", self._outputs, works)
+        super().__init__(
+            works[0] if len(works) == 1 else JoinedWork(works[0].name if works else "", self._outputs, works)
+        )
         self._deadline = None if seconds is None else monotonic() + seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all calls have completed, and raise the error of the first one that failed."""
-        return self._work.wait(timeout or self._remaining())
+        return self.work.wait(timeout or self._remaining())
 
     def _remaining(self) -> float | None:
         """Return the seconds until the deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - monotonic())
-
-    synchronize = block_current_stream = wait  # type: ignore[assignment]
-
-    def get_future(self) -> Future[Any]:
-        """Return a future of the list of output tensors."""
-        return self._work.get_future()
-
-    def is_completed(self) -> bool:
-        """Return whether all calls have completed, with or without an error."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Return whether all calls have ended without an error."""
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        """Return the error of the first call that failed, or None."""
-        return self._work.exception()
 
     def result(self) -> list[Tensor]:
         """Wait for all calls, and return the output tensors."""
         self.wait()
         return self._outputs
 
-    def source_rank(self) -> int:
-        """See `Work.source_rank`."""
-        return self._work.source_rank()
-
-    _source_rank = source_rank
-
 
 def completed_work(outputs: Sequence[Tensor], op: str = "") -> RefWork:
     """Return the work of a call that has completed."""
     return RefWork([Done(op, outputs)], outputs, None)
+
+
+def with_local_step(part: RefWork, op: str, outputs: Sequence[Tensor], after: Callable[[], None], opts: Any) -> RefWork:
+    """Return the work of a call that ends with a local step, after waiting for it unless the call is asynchronous.
+
+    Args:
+        part: Work of the communication.
+        op: Name of the operation.
+        outputs: All tensors that are written.
+        after: The local step.
+        opts: Options of the call.
+    """
+    work = RefWork([JoinedWork(op, outputs, [part.work], after)], outputs, limit(opts))
+    if not opts.asyncOp:
+        work.wait()
+    return work
 
 
 class HandedWork(RefWork):
@@ -153,11 +145,14 @@ def refuse(op: str, argument: str, expected: str, got: Any, phrase: str) -> NoRe
     raise MethodArgumentError(explain(op, argument, expected, got, hint=f"In torch's words: {phrase}."))
 
 
-def check_some(op: str, argument: str, values: Sequence[Any]) -> None:
+_ONE = "a list of one, as a rank has one device"
+
+
+def check_some(op: str, argument: str, values: Sequence[Any], expected: str = "a list of at least one tensor") -> None:
     """Raise NoTensorsError if a list of operands is empty."""
     if not values:
         hint = "In torch's words: There were no tensor arguments to this function."
-        raise NoTensorsError(explain(op, argument, "a list of one, as a rank has one device", 0, hint=hint))
+        raise NoTensorsError(explain(op, argument, expected, 0, hint=hint))
 
 
 def only(op: str, argument: str, values: Sequence[T], phrase: str = "requires a single-element tensor list") -> T:
@@ -168,19 +163,18 @@ def only(op: str, argument: str, values: Sequence[T], phrase: str = "requires a 
     """
     if len(values) != 1:
         if argument not in ("output_lists", "input_lists"):
-            check_some(op, argument, values)
-        refuse(op, argument, "a list of one, as a rank has one device", len(values), phrase)
+            check_some(op, argument, values, _ONE)
+        refuse(op, argument, _ONE, len(values), phrase)
     return values[0]
 
 
-def check_alike(op: str, tensors: Sequence[Tensor]) -> None:
-    """Raise MethodArgumentError unless several operands have one shape and one dtype."""
-    first = tensors[0]
-    for index, tensor in enumerate(tensors[1:]):
+def check_alike(op: str, argument: str, first: Tensor, others: Sequence[Tensor], start: int = 0) -> None:
+    """Raise MethodArgumentError unless operands have one shape and one dtype; `start` numbers the first of `others`."""
+    for index, tensor in enumerate(others, start):
         if tensor.dtype != first.dtype or tensor.layout != first.layout:
-            refuse(op, "tensors", "of one dtype and layout", tensor.dtype, f"invalid tensor type at index {index}")
+            refuse(op, argument, "of one dtype and layout", tensor.dtype, f"invalid tensor type at index {index}")
         if tensor.shape != first.shape:
-            refuse(op, "tensors", "of one shape", list(tensor.shape), f"invalid tensor size at index {index}")
+            refuse(op, argument, "of one shape", list(tensor.shape), f"invalid tensor size at index {index}")
 
 
 def reduction(op: str, opts: Any) -> str:
@@ -244,3 +238,6 @@ def keep_flight_recorder_off(backend: str) -> None:
     """Tell torch that a backend records its calls itself: torch's recorder needs a backend in C++."""
     if torch_private.SELF_RECORDING.exists():
         torch_private.SELF_RECORDING.get().add(backend)
+
+
+hide_from_compilers(WorkForTorch, RefWork, HandedWork)
