@@ -11,7 +11,7 @@ torch's dispatcher reads most modes from a set of keys of the thread at each ope
 keys by fixed ones, and leaves the modes that are not among them: those that intercept functions in Python, which
 `torch.device` is too, and inference mode, which marks new tensors. To enter it takes a microsecond. So `ref` runs most
 calls without it: it works on views of memory of its own (`backends.ref.steps.Views`), of which autograd knows nothing,
-and only asks `function_modes`, `dispatch_modes` and `transforms` whether others would see an operation on them.
+and only asks `has_function_mode`, `dispatch_modes` and `transforms` whether others would see an operation on them.
 
 The default dtype and deterministic algorithms are of the process, and cannot be left. So each tensor that the library
 makes names its dtype, beside its device. Do not run functions of the user in here.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,24 +29,30 @@ from torchdist_ref import torch_private
 
 _FORCE: Callable[[Any, Any], AbstractContextManager[None]] = torch_private.FORCE_DISPATCH.bind()
 
-function_modes: Callable[[], int] = torch_private.FUNCTION_MODES.bind()
-"""Return how many modes intercept functions of torch in Python on this thread."""
+has_function_mode: Callable[[], bool] = torch_private.FUNCTION_MODE_ENABLED.bind()
+"""Return whether a mode intercepts functions of torch in Python on this thread."""
 dispatch_modes: Callable[[], int] = torch_private.DISPATCH_MODES.bind()
 """Return how many modes intercept operations of torch on this thread."""
-is_traced: Callable[[], Any] = torch_private.TRACED.bind()
-"""Return something true while ``torch.jit.trace`` runs."""
+is_traced: Callable[[], bool] = torch_private.TRACED.bind()
+"""Return whether ``torch.jit.trace`` runs."""
 transforms: Callable[[], bool] = torch_private.TRANSFORMS.bind()
 """Return whether a transform of `torch.func` runs on this thread."""
 
 
-@cache
-def _keys() -> tuple[Any, Any]:
+def _keys() -> tuple[Any, ...]:
     """Return the dispatch keys that are active, and those that are left out, below all modes."""
+    if not (torch_private.DISPATCH_KEYS.exists() and torch_private.DISPATCH_KEY.exists()):
+        # The guard is missing in such a torch too, and says so where it is entered.
+        return ()
     of, key = torch_private.DISPATCH_KEYS.get(), torch_private.DISPATCH_KEY.get()
     # Factories need this one. A key of one device's autocast excludes that of all devices.
     active = of(key.BackendSelect)
     recording = of(key.AutogradFunctionality) | of(key.AutogradOther) | of(key.AutogradNestedTensor)
     return active, recording | of(key.ADInplaceOrView) | of(key.AutocastCPU)
+
+
+# Not computed at first use: torch's compiler, which reads programs with collectives, warns of caches.
+_KEYS = _keys()
 
 
 class outside_modes(ContextDecorator):  # noqa: N801 - used as a function, and as a decorator
@@ -62,11 +67,11 @@ class outside_modes(ContextDecorator):  # noqa: N801 - used as a function, and a
 
     def __enter__(self) -> None:
         """Leave the modes."""
-        self._others, self._guard = ExitStack(), _FORCE(*_keys())
+        self._others, self._guard = ExitStack(), _FORCE(*_KEYS)
         try:
             if torch.is_inference_mode_enabled():
                 self._others.enter_context(torch.inference_mode(False))
-            if function_modes():
+            if has_function_mode():
                 self._others.enter_context(torch_private.WITHOUT_FUNCTION_MODES.get()())
             # After the others, since inference mode changes some of the keys.
             self._guard.__enter__()

@@ -257,9 +257,7 @@ DISPATCH_MODES = PrivateName(
     "tells at each call whether a mode of torch's dispatcher runs",
     "calls raise",
 )
-TRACED = PrivateName(
-    "torch._C", "_get_tracing_state", "tells at each call whether `torch.jit.trace` runs", "calls raise"
-)
+TRACED = PrivateName("torch._C", "_is_tracing", "tells at each call whether `torch.jit.trace` runs", "calls raise")
 BOX_GROUP = PrivateName(
     _NATIVE, "ProcessGroup.boxed", "passes a group to the dispatcher in a call", "calls in such modes raise"
 )
@@ -337,8 +335,8 @@ FORCE_DISPATCH = PrivateName(
 )
 DISPATCH_KEYS = PrivateName("torch._C", "DispatchKeySet", "modes that this leaves", "the same")
 DISPATCH_KEY = PrivateName("torch._C", "DispatchKey", "the same", "the same")
-FUNCTION_MODES = PrivateName(
-    "torch._C", "_len_torch_function_stack", "tells whether modes intercept functions of torch in Python", "the same"
+FUNCTION_MODE_ENABLED = PrivateName(
+    "torch._C", "_is_torch_function_mode_enabled", "tells whether a mode intercepts functions in Python", "the same"
 )
 TRANSFORMS = PrivateName(
     "torch._C", "_are_functorch_transforms_active", "tells whether a transform of `torch.func` runs", "the same"

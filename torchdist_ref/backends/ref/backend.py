@@ -47,7 +47,7 @@ from torchdist_ref.backends.worker_threads import (
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
-from torchdist_ref.torch_modes import dispatch_modes, function_modes, is_traced, outside_modes, transforms
+from torchdist_ref.torch_modes import dispatch_modes, has_function_mode, is_traced, outside_modes, transforms
 from torchdist_ref.transports import connect, empty_registered, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
 
@@ -139,19 +139,19 @@ class Ref(Backend):
         outputs: Tensors,
         wait: bool,
         *,
-        dispatched: bool = False,
+        below_modes: bool = False,
         profiled: bool = False,
     ) -> Work:
         """See `Backend.submit`; a call that is `profiled` has its profiler range already.
 
-        Modes of torch's dispatcher have seen one that is `dispatched`.
+        One that is `below_modes` is made outside of the caller's modes, and those of torch's dispatcher have seen it.
         """
-        # As the decorators `dispatched` and `profiled` of `base`, but two calls of functions shorter.
-        if (dispatch_modes() or is_traced()) and not dispatched:
-            start = partial(self.submit, call, inputs, outputs, wait, dispatched=True)
-            return run_in_modes(self, call, inputs, outputs, wait, start)
+        # As the decorators `dispatched` and `profiled` of `base`, but two calls of functions shorter. Programs without
+        # modes enter no guard.
+        if (dispatch_modes() or has_function_mode() or transforms() or is_traced()) and not below_modes:
+            return self._submit_below_modes(call, inputs, outputs, wait)
         if is_profiling() and not profiled:
-            again = partial(self.submit, call, inputs, outputs, wait, dispatched=dispatched)
+            again = partial(self.submit, call, inputs, outputs, wait, below_modes=below_modes)
             return run_in_range(self, call, wait, partial(again, profiled=True))
         if self.link.broken is not None:
             self._refuse(call, inputs, outputs)
@@ -182,9 +182,18 @@ class Ref(Backend):
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
         return self._start(planned, call, tensors, written, wait)
 
+    def _submit_below_modes(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        """Submit a call outside of the caller's modes, after those of torch's dispatcher have seen it."""
+        start = outside_modes()(partial(self.submit, call, inputs, outputs, wait, below_modes=True))
+        if dispatch_modes() or is_traced():
+            return run_in_modes(self, call, inputs, outputs, wait, start)
+        return start()
+
     def submit_repeated(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work | None:
         """See `Backend.submit_repeated`. The lists of a plan have passed the checks once."""
-        if self.link.broken is not None or dispatch_modes() or is_traced() or is_profiling():
+        if self.link.broken is not None or is_profiling():
+            return None
+        if dispatch_modes() or has_function_mode() or transforms() or is_traced():
             return None
         tensors = (*inputs, *outputs)
         try:
@@ -250,9 +259,8 @@ class Ref(Backend):
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         try:
-            # A program without modes enters no guard, here nor in `_run`.
-            others = function_modes() or dispatch_modes() or transforms() or torch.is_inference_mode_enabled()
-            with outside_modes() if others else nullcontext():
+            # Tensors made under inference mode could not be changed after it.
+            with torch.inference_mode(False):
                 plan = self._planner.make(call, tensors, inputs, lists)
                 planned = self.plans[key] = plan, self._executor.compile(plan)
         except Exception as error:
@@ -296,11 +304,7 @@ class Ref(Backend):
                     self._run_on_copies(planned, tensors, entry)
                     break
             else:
-                if function_modes() or dispatch_modes() or transforms():
-                    with outside_modes():
-                        self._executor.run(program, tensors, entry[NUMBER])
-                else:
-                    self._executor.run(program, tensors, entry[NUMBER])
+                self._executor.run(program, tensors, entry[NUMBER])
         except OutOfOrderError:
             raise
         except BaseException as failure:
