@@ -416,8 +416,8 @@ def test_a_broken_pipe_ends_the_job_without_a_message(tmp_path: Path) -> None:
     with running(tmp_path, first) as (launcher, ranks):
         assert launcher.stdout and launcher.stderr
         launcher.stdout.close()
-        for rank in ranks:
-            os.kill(rank, signal.SIGUSR1)
+        # Of one rank only: the launcher may have ended the others once it has a line that nobody reads.
+        os.kill(ranks[0], signal.SIGUSR1)
         assert launcher.wait(20) == 128 + signal.SIGPIPE
         assert launcher.stderr.read() == ""
         assert all_ended(ranks)

@@ -109,10 +109,10 @@ def parsed(site: Path) -> dict[Path, Page]:
 
 def test_there_is_a_page_for_each_source(site: Path) -> None:
     sources = [path.relative_to(pages.DOCS) for end in ("md", "rst") for path in pages.DOCS.rglob(f"*.{end}")]
-    missing = [
-        str(path) for path in sources if path.parts[0][0] != "_" and not (site / path.with_suffix(".html")).exists()
-    ]
-    assert len(sources) > 20 and not missing
+    # `changes` has fragments of the page of the next release.
+    own = [path for path in sources if path.parts[0][0] != "_" and path.parts[0] != "changes"]
+    missing = [str(path) for path in own if not (site / path.with_suffix(".html")).exists()]
+    assert len(own) > 20 and not missing
 
 
 def test_each_page_of_source_is_linked_from_a_name(site: Path) -> None:
