@@ -283,7 +283,7 @@ def test_launchers_meet_at_a_name_that_is_loopback_and_an_interface() -> None:
     assert sorted(rank for each, _ in found for rank in each) == [0, 1]
     assert all(list(each.values()) == ["node0"] for each, _ in found)
     # The others reach the first host, so only the warning about the job token is left.
-    assert "whoever reaches node0 can join" in found[0][1] and "loopback" not in found[0][1]
+    assert "any program that reaches node0 can join" in found[0][1] and "loopback" not in found[0][1]
 
 
 # Attempts to connect

@@ -425,7 +425,7 @@ class _HostAgent:
         host = self._settings.host
         if not self._is_on_loopback:
             if not self._settings.secret:
-                self._log(f"without a job token, whoever reaches {host} can join this job. {CURES}")
+                self._log(f"without a job token, any program that reaches {host} can join this job. {CURES}")
         elif not is_loopback(host):
             self._log(f"{host} is a loopback address here, which only this host reaches. {_LOOPBACK_CURE}")
 

@@ -127,7 +127,7 @@ def _dispatch_refused(group: Any, method: str, arguments: Sequence[Any], refused
             return getattr(group, method)(*inside)
 
     def refuse(operands: Any) -> NoReturn:
-        # Nobody has acted in place of the backend.
+        # Neither a mode nor a tensor has acted in place of the backend.
         raise refused
 
     try:
