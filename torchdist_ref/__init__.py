@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchdist_ref.standard_streams import open_closed_streams as _open_closed_streams
+from torchdist_ref.processes.standard_streams import open_closed_streams as _open_closed_streams
 
 __version__ = "0.1.0"
 

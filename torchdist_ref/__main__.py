@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.about import versions
+from torchdist_ref.launcher.about import versions
 
 COMMANDS = {
     "torchdist_ref.launch": "run a script as several ranks, with torchrun's options (also torchdist-run)",

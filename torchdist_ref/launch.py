@@ -18,9 +18,9 @@ from functools import partial
 from shutil import rmtree
 from typing import Any
 
+from torchdist_ref.elastic.attempt import AttemptOutcome
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.launcher.api import LaunchConfig, launch_agent, run_job
-from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.launcher.options import (
     config_from_args,
     determine_local_world_size,
@@ -31,7 +31,7 @@ from torchdist_ref.launcher.options import (
     parse_min_max_nnodes,
 )
 from torchdist_ref.launcher.target import run_script_path
-from torchdist_ref.processes import redirect_to_null
+from torchdist_ref.processes.control import redirect_to_null
 
 __all__ = [
     "command_line",
@@ -132,7 +132,7 @@ def _keeps_logs(args: argparse.Namespace) -> bool:
     return bool(args.log_dir or args.redirects != "0" or args.tee != "0")
 
 
-def _report(keeps_logs: bool, outcome: Outcome) -> None:
+def _report(keeps_logs: bool, outcome: AttemptOutcome) -> None:
     """Write the first failure, after everything else."""
     if outcome.first_failure is None:
         return

@@ -1,10 +1,10 @@
 """Rendezvous: from a URL or the environment to a store, a rank and a world size.
 
-``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which launchers set; `job_environment` derives those
-that mpiexec or Slurm do not set. ``tcp://host:port`` and ``file:///path`` take rank and world size from the arguments
-or the URL's query. Rank 0 starts the server of the store and all others connect to it. If TORCHELASTIC_USE_AGENT_STORE
-is "True", the launcher runs the server and all ranks connect. A wrong rank, world size, port or variable is an error
-before any wait.
+``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which launchers set; `processes.job_environment` derives
+those that mpiexec or Slurm do not set. ``tcp://host:port`` and ``file:///path`` take rank and world size from the
+arguments or the URL's query. Rank 0 starts the server of the store and all others connect to it. If
+TORCHELASTIC_USE_AGENT_STORE is "True", the launcher runs the server and all ranks connect. A wrong rank, world size,
+port or variable is an error before any wait.
 
 Do not add a scheme that torch does not have: register a handler with `register_rendezvous_handler` instead.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchdist_ref.errors import ArgumentTypeError, DistNetworkError, RendezvousError, explain, indexed
-from torchdist_ref.job_environment import derived
+from torchdist_ref.processes.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.stores.addresses import parse_endpoint, parse_host
 from torchdist_ref.timeouts import GROUP_TIMEOUT

@@ -27,7 +27,6 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.futures import Future
 
-from torchdist_ref import torch_private
 from torchdist_ref.calls import CallScope, numbered_in
 from torchdist_ref.errors import (
     ArgumentError,
@@ -40,7 +39,8 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 log = logging.getLogger("torchdist_ref.backends")
 Awaited = Callable[[], tuple[str, Sequence[int]]]

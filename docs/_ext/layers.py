@@ -23,7 +23,7 @@ NEVER = "never"
 LATE = "only inside functions"
 YES = "yes"
 
-CORE = ("errors", "calls", "forks", "living_objects", "recorder", "timeouts", "torch_modes", "witness", "work")
+CORE = ("errors", "calls", "processes", "recorder", "timeouts", "torch_internals", "work")
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,10 @@ class Part:
     banned: tuple[str, ...] = ()
 
 
-API = (*CORE, "torch_private", "groups")
+API = (*CORE, "groups")
 ALL = "everything"
 
-BELOW_BACKENDS = (
-    *CORE,
-    "torch_private",
-    "stores",
-    "authentication",
-    "liveness",
-    "meeting",
-    "member_failures",
-    "rendezvous",
-    "transports",
-)
+BELOW_BACKENDS = (*CORE, "stores", "membership", "rendezvous", "transports")
 SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions", "backends.unusable")
 
 PARTS = (
@@ -66,69 +56,46 @@ PARTS = (
     Part("errors", "0 core types", ("error_index",), torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
-    Part("forks", "0 core types", torch=NEVER),
-    Part("standard_streams", "0 core types", torch=NEVER),
-    Part("living_objects", "0 core types", torch=NEVER),
-    Part("witness", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
-    Part("torch_private", "0 core types", ("errors",)),
-    Part("torch_modes", "0 core types", ("torch_private",)),
-    Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_modes", "torch_private")),
-    Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
+    Part("torch_internals", "0 core types", ("errors",)),
+    Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_internals")),
+    Part("schedules", "1 schedules", ("calls", "errors"), torch=NEVER, banned=("os",)),
+    Part("processes", "1 infrastructure", ("errors",), torch=NEVER),
     Part("stores", "1 infrastructure", CORE, torch=LATE),
-    Part("job_environment", "1 infrastructure", torch=NEVER),
-    Part("about", "1 infrastructure", torch=NEVER),
-    Part("processes", "1 infrastructure", torch=NEVER),
-    Part("failure_record", "1 infrastructure", ("errors",), torch=NEVER),
-    Part("program_end", "1 infrastructure", ("failure_record", "living_objects"), torch=NEVER),
-    Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
-    Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
+    Part("rendezvous", "1 infrastructure", (*CORE, "stores"), torch=LATE),
     Part("plain_data", "1 infrastructure"),
-    Part("liveness", "1 infrastructure", (*CORE, "stores"), torch=LATE),
-    Part("meeting", "1 infrastructure", (*CORE, "stores", "liveness", "rendezvous"), torch=NEVER),
-    Part("member_failures", "1 infrastructure", (*CORE, "stores", "liveness"), torch=LATE),
-    Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
-    Part("backends.base", "2 backends", (*CORE, "torch_private", "stores", "liveness")),
+    Part("membership", "1 membership", (*CORE, "stores", "rendezvous"), torch=LATE),
+    Part("transports", "1 membership", (*CORE, "stores", "membership")),
+    Part("backends.base", "2 backends", (*CORE, "stores", "membership")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
     Part("backends.unusable", "2 backends", (*CORE, "backends.base", "stores")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
     Part(
         "backends",
         "2 backends",
-        (*CORE, "backends.base", "backends.reductions", "backends.ref", "backends.ref_in_torch"),
+        (*BELOW_BACKENDS, "backends.base", "backends.reductions", "backends.ref", "backends.ref_in_torch", "debug"),
     ),
     Part("backends.ref", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "schedules")),
-    Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "program_end")),
+    Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
     Part("backends.mpi", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
     Part(
         "backends.ref_in_torch",
         "2 backends",
-        (
-            *BELOW_BACKENDS,
-            *SHARED_BY_BACKENDS,
-            "plain_data",
-            "program_end",
-            "backends.ref",
-            "backends.torch_native",
-            "debug",
-        ),
+        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "plain_data", "backends.ref", "backends.torch_native", "debug"),
     ),
-    Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base", "failure_record", "processes")),
+    Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base")),
+    Part("backends.detail_level", "2 backends", (*BELOW_BACKENDS, "backends.base", "debug")),
     Part(
         "groups",
         "3 public API",
         (
             *CORE,
-            "torch_private",
             "stores",
-            "authentication",
+            "membership",
             "plain_data",
-            "liveness",
-            "meeting",
             "rendezvous",
-            "job_environment",
-            "program_end",
             "backends.base",
+            "backends.detail_level",
             "backends.reductions",
             "backends.registry",
             "backends.unusable",
@@ -136,38 +103,33 @@ PARTS = (
             "debug",
         ),
     ),
-    Part("parallel.division", "4 training"),
-    Part("parallel.bucket", "4 training", ("errors", "parallel.division")),
-    Part("parallel", "4 training", (*API, "parallel.bucket", "parallel.division", "algorithms")),
-    Part("algorithms", "4 training", (*API, "parallel.bucket", "parallel.division")),
+    Part("algorithms.division", "4 training"),
+    Part("algorithms.bucket", "4 training", ("errors", "algorithms.division")),
+    Part("algorithms", "4 training", (*API, "algorithms.bucket", "algorithms.division")),
+    Part("parallel", "4 training", (*API, "algorithms", "algorithms.bucket", "algorithms.division")),
     Part("nn", "4 training", API),
     Part("optim", "4 training", (*API, "algorithms", "parallel")),
     Part("utilities", "4 training", (*API, "parallel", "algorithms")),
-    Part("pipeline", "4 training", ("errors", "torch_private")),
+    Part("pipeline", "4 training", ("errors", "torch_internals")),
     Part("elastic.data", "4 training", API),
     Part(
         "launch",
         "launcher",
-        ("errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "launcher", "elastic"),
+        ("errors", "stores", "membership", "rendezvous", "processes", "launcher", "elastic"),
         torch=LATE,
     ),
     Part(
         "launcher",
         "launcher",
-        ("about", "errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "elastic"),
+        ("errors", "stores", "membership", "rendezvous", "processes", "elastic"),
         torch=LATE,
     ),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),
-    Part(
-        "elastic",
-        "launcher",
-        (*CORE, "stores", "authentication", "rendezvous", "processes", "failure_record", "launcher"),
-        torch=LATE,
-    ),
+    Part("elastic", "launcher", ("errors", "timeouts", "stores", "membership", "rendezvous", "processes"), torch=LATE),
     Part("testing", "tools", (ALL,)),
     Part("benchmark", "tools", (ALL,)),
     Part("notebook", "tools", (ALL,)),
-    Part("__main__", "tools", ("about",), torch=NEVER),
+    Part("__main__", "tools", ("launcher",), torch=NEVER),
 )
 BY_NAME = {part.name: part for part in PARTS}
 TRAINING = tuple(part.name for part in PARTS if part.layer == "4 training")
@@ -304,7 +266,7 @@ def size(name: str) -> tuple[int, int]:
     return len(own), sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
 
 
-ROWS = ("4 training", "3 public API", "2 backends", "1 schedules", "0 core types")
+ROWS = ("4 training", "3 public API", "2 backends", "1 membership", "1 schedules", "0 core types")
 WIDTH, BOX, GAP, ROW, LEFT = 860, 72, 14, 126, 104
 LETTER, LINE = 7.6, 15.0
 MOST = 5
@@ -396,7 +358,7 @@ def box(name: str, x: float, y: float, width: float) -> str:
 def labels(boxes: dict[str, tuple[float, float, float]]) -> str:
     """Write the name of each row at its left."""
     heights = {row_of(BY_NAME[name]): y for name, (_, y, _) in boxes.items()}
-    names = {3: "1 ideas, places"}
+    names = {ROWS.index("1 schedules"): "1 ideas, places"}
     return "".join(
         f'<text x="0" y="{y + BOX / 2 + 4:.0f}" class="layer">{names.get(row, ROWS[row])}</text>'
         for row, y in sorted(heights.items())

@@ -19,7 +19,7 @@
 `.. nightly::`
     Last outcome of each step that is too long for CI, as `nox -s nightly` recorded it.
 `.. private-names::`
-    The private names of torch that the library uses, from `torchdist_ref.torch_private`.
+    The private names of torch that the library uses, from `torchdist_ref.torch_internals.torch_private`.
 `.. launcher-options::`
     The options of the launcher, from its parser.
 `.. benchmark-options::`
@@ -43,9 +43,10 @@ from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-from torchdist_ref import schedules, torch_private
+from torchdist_ref import schedules
 from torchdist_ref.benchmark import __main__ as benchmark
 from torchdist_ref.launcher.options import get_args_parser
+from torchdist_ref.torch_internals import torch_private
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
 SOAK = Path(__file__).parents[1] / "soak.json"

@@ -28,7 +28,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
     batched_powerSGD_hook,
     powerSGD_hook,
 )
-from torchdist_ref.parallel.division import Divisor
+from torchdist_ref.algorithms.division import Divisor
 from torchdist_ref.testing import fill, run
 from torchdist_ref.testing.hook_contract import check_hook
 

@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 import pytest
 
 import torchdist_ref
-from torchdist_ref import processes
 from torchdist_ref.benchmark import collectives, ranks, started_rank
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.checkouts import COMMANDS, SIDES, old_spread, ratio_to_old, show, slower
 from torchdist_ref.benchmark.competitors import available
 from torchdist_ref.benchmark.rounds import HUB, ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
+from torchdist_ref.processes import control as processes
 
 HERE = Path(torchdist_ref.__file__).parents[1]
 

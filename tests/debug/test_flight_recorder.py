@@ -21,13 +21,13 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref import failure_record
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.calls import AllReduce, Barrier
 from torchdist_ref.debug import __main__ as command
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory, read_file
 from torchdist_ref.debug.verdict import Verdict, find_verdict
+from torchdist_ref.processes import failure_record
 from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run

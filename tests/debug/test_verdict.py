@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref import failure_record
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
 from torchdist_ref.errors import explain_type
 from torchdist_ref.groups import world
+from torchdist_ref.processes import failure_record
 from torchdist_ref.testing import RankError, fill, run
 
 # A rank that another one fails has to write its dump before it is stopped.

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchdist_ref as dist
 from tests.docs.conftest import served
-from torchdist_ref import failure_record
 from torchdist_ref.debug import __main__ as command
+from torchdist_ref.processes import failure_record
 from torchdist_ref.testing import RankError, fill, run
 
 pytestmark = pytest.mark.browser

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.test_job_environment import STARTED, environment
 
 from tests.docs import pages
 from tests.ports import reserve_port
-from tests.test_job_environment import STARTED, environment
 
 HOW_TO = pages.DOCS / "how-to"
 # As srun does, for each task: its own number and those of its host and its place there.
@@ -33,7 +33,7 @@ exit $code
 # Needs no torch: what a rank would form its group from.
 SHOW = """
 import os, sys
-from torchdist_ref.job_environment import derived, local_rank
+from torchdist_ref.processes.job_environment import derived, local_rank
 
 found = {**derived(os.environ), **os.environ}
 found.setdefault("LOCAL_RANK", local_rank(os.environ))

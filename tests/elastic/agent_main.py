@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from torchdist_ref.authentication import job_secret
 from torchdist_ref.elastic import coordinator, session
 from torchdist_ref.elastic.host_agent import AgentSettings, run_agent
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.launcher.environment import Job
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
+from torchdist_ref.membership.trust import job_secret
 
 WORKER = """
 import os, signal, sys

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchdist_ref.processes import Child, die_with_parent
+from torchdist_ref.processes.control import Child, die_with_parent
 from torchdist_ref.testing.namespaces import Host
 
 LIMIT_SECONDS = 20.0

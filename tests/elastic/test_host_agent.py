@@ -17,11 +17,10 @@ from tests.elastic.agents import Agents, is_running
 from tests.elastic.scenarios import SCENARIOS, check_ranks, three_hosts
 from tests.ports import reserve_port
 from torchdist_ref.elastic import host_agent
+from torchdist_ref.elastic.attempt import Assignment, AttemptOutcome
 from torchdist_ref.elastic.host_agent import AgentSettings, _HostAgent, run_agent
 from torchdist_ref.elastic.roster import HostInfo, Progress, Rules
 from torchdist_ref.elastic.session import SILENCE_SECONDS, AgentSession, CoordinatorLost
-from torchdist_ref.launcher.environment import Assignment
-from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.testing import namespaces
 from torchdist_ref.timeouts import Deadline
@@ -161,7 +160,7 @@ class NoWorkers:
     def received(self) -> bytes:
         return b""
 
-    def run(self, assignment: Assignment, stop: int | None = None) -> Outcome:
+    def run(self, assignment: Assignment, stop: int | None = None) -> AttemptOutcome:
         raise AssertionError(assignment)
 
 

@@ -14,8 +14,8 @@ import torch
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.ports import reserve_port
-from torchdist_ref.authentication import KeyAgreement
-from torchdist_ref.meeting import Meeting
+from torchdist_ref.membership.meeting import Meeting
+from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.stores import PrefixStore
 
 HOSTS = ["AAA", "ABC"]

@@ -16,8 +16,8 @@ import torch
 import torchdist_ref as dist
 from tests.outcomes import failing
 from tests.waits import begin_together
+from torchdist_ref.backends.detail_level import CheckedBackend
 from torchdist_ref.debug import call_sites
-from torchdist_ref.debug.detail_level import CheckedBackend
 from torchdist_ref.groups.world import current
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import check_backend

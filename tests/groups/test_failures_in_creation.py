@@ -20,8 +20,9 @@ from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_su
 from tests.descriptors import use_all_descriptors
 from tests.outcomes import failing
 from tests.process_ends import answer_of_child
-from torchdist_ref import authentication, liveness
 from torchdist_ref.groups.world import current
+from torchdist_ref.membership import liveness
+from torchdist_ref.membership import trust as authentication
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link

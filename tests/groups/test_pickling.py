@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref import authentication
 from torchdist_ref.groups import pickling
+from torchdist_ref.membership import trust as authentication
 from torchdist_ref.testing import fill, run
 
 

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as checkpoint
 from torch.distributed import distributed_c10d as c10d
 
 import torchdist_ref as dist
-from torchdist_ref import authentication
 from torchdist_ref.backends.ref_in_torch import objects
+from torchdist_ref.membership import trust as authentication
 from torchdist_ref.testing import fill, run
 
 

@@ -28,8 +28,8 @@ from tests.ports import reserve_port
 from tests.process_ends import answer_of_child
 from tests.torch_versions import needs_torch
 from torchdist_ref import launcher
+from torchdist_ref.elastic.attempt import Assignment
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, launch_agent
-from torchdist_ref.launcher.environment import Assignment
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
 from torchdist_ref.launcher.logs import DefaultLogsSpecs
 

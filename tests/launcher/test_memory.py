@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdist_ref.elastic.attempt import Exit
 from torchdist_ref.launcher.failures import ProcessFailure, describe, failure_of
-from torchdist_ref.launcher.local_workers import Exit
 from torchdist_ref.launcher.memory import OutOfMemoryKills
 
 V1 = "5:devices:/\n4:cpu,memory:/job/a\n0::/\n"

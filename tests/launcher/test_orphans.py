@@ -23,8 +23,8 @@ import pytest
 
 from tests.ports import reserve_port
 from tests.process_ends import all_ended
+from torchdist_ref.elastic.attempt import Assignment
 from torchdist_ref.launcher import orphans
-from torchdist_ref.launcher.environment import Assignment
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
 
 ROOT = Path(__file__).parents[2]

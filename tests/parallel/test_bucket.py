@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchdist_ref.algorithms.bucket import dense_strides, split
 from torchdist_ref.parallel import GradBucket
-from torchdist_ref.parallel.bucket import dense_strides, split
 from torchdist_ref.testing import fill
 
 

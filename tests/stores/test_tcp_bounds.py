@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.stores.test_tcp_protocol import RecordingClient, response_parts, validated
-from torchdist_ref import forks
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.processes import forks
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.stores.hash import KEYS_IN_PART
 from torchdist_ref.stores.tcp import releases, server, sessions

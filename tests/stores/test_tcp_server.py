@@ -22,8 +22,8 @@ import pytest
 
 from tests.descriptors import use_all_descriptors
 from tests.stores.store_helpers import LossyRelay, in_child
-from torchdist_ref import forks
 from torchdist_ref.errors import ArgumentError, DistNetworkError, DistStoreError
+from torchdist_ref.processes import forks
 from torchdist_ref.stores import TCPStore, addresses, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op

@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.futures import Future
 
-from torchdist_ref import torch_private
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import (
     ArgumentError,
@@ -45,11 +44,12 @@ from torchdist_ref.errors import (
     message_of,
     on_rank,
 )
-from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.membership.liveness import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.timeouts import Deadline, found_soon
-from torchdist_ref.torch_modes import dispatch_modes, is_traced, outside_modes
+from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals.torch_modes import dispatch_modes, is_traced, outside_modes
 from torchdist_ref.work import Work
 
 _CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001

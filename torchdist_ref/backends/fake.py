@@ -30,7 +30,7 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.recorder import END
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Done, Work
 
 Tensors = Sequence[Tensor]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
 _FLOAT8 = {

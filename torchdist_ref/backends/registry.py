@@ -20,11 +20,11 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, UsageError, explain, on_rank
 from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.transports import all_on_one_host
 from torchdist_ref.work import Work
 

@@ -135,7 +135,7 @@ def run(harness: Harness) -> None:
     settings = harness.settings
     settings.sides = [REF] if harness.against else SIDES
     if not harness.against:
-        from torchdist_ref import torch_private
+        from torchdist_ref.torch_internals import torch_private
 
         # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
         torch_private.COMPILER.get()

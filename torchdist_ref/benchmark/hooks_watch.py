@@ -20,7 +20,7 @@ from torchdist_ref.schedules import drawing
 from torchdist_ref.schedules.drawing import BLUE, GRAY, ORANGE, duration
 
 if TYPE_CHECKING:
-    from torchdist_ref.parallel.bucket import LaunchedBucket
+    from torchdist_ref.algorithms.bucket import LaunchedBucket
 
 Span = tuple[str, str, float, float]
 # Pixels.

@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from torchdist_ref import processes
 from torchdist_ref.benchmark import competitors, started_rank
 from torchdist_ref.benchmark.rounds import HUB, ParentAddress, RankContext
 from torchdist_ref.errors import DistBackendError
+from torchdist_ref.processes import control as processes
 from torchdist_ref.testing import namespaces, run
 
 Program = Callable[[RankContext], Any]

@@ -17,7 +17,7 @@ from typing import Any
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.flight_recorder import request, write_privately
 from torchdist_ref.debug.verdict import MAX_NAMED, find_verdict, number_text, place
-from torchdist_ref.processes import redirect_to_null
+from torchdist_ref.processes.control import redirect_to_null
 
 _COLUMNS = ("rank", "group", "last completed", "not completed", "state", "where")
 

@@ -8,7 +8,7 @@ lines on purpose, for example in the two branches of `if rank == 0`. So a differ
 - as an error, if a rank makes a call at the line at which another rank made an earlier one: they are swapped.
 
 Nothing is said of barriers, which have no tensor, and of the line of a root, which is often in a branch of its own.
-Do not add other comparisons here: they belong to `detail_level`.
+Do not add other comparisons here: they belong to `backends.detail_level`.
 """
 
 from __future__ import annotations

@@ -31,9 +31,14 @@ from weakref import WeakKeyDictionary
 
 from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, message_of
-from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, announce_dump_signal, wants_dumps
-from torchdist_ref.liveness import is_stopped
-from torchdist_ref.processes import catches_signal
+from torchdist_ref.membership.liveness import is_stopped
+from torchdist_ref.processes.control import catches_signal
+from torchdist_ref.processes.failure_record import (
+    DIRECTORY_VARIABLE,
+    PREFIX_VARIABLES,
+    announce_dump_signal,
+    wants_dumps,
+)
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 The level is torch's own, so that both libraries are at the same level, whichever sets it. torch reads
 TORCH_DISTRIBUTED_DEBUG when it is imported. Do not add the effects of a level here: they belong to its users, such as
-`detail_level`.
+`backends.detail_level`.
 """
 
 from __future__ import annotations

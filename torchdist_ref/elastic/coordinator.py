@@ -24,7 +24,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 
-from torchdist_ref.authentication import SECRET_FILE
 from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules, versions
 from torchdist_ref.elastic.session import (
     GONE,
@@ -45,6 +44,7 @@ from torchdist_ref.elastic.session import (
     session_store,
 )
 from torchdist_ref.errors import AuthenticationError, DistError, QueueEmptyError, StoreTimeoutError
+from torchdist_ref.membership.trust import SECRET_FILE
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
 from torchdist_ref.stores.tcp.server import TCPServer

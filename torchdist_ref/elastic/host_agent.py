@@ -19,8 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from torchdist_ref import failure_record
-from torchdist_ref.authentication import CURES, SECRET_FILE, job_secret
+from torchdist_ref.elastic.attempt import Assignment, AttemptOutcome
 from torchdist_ref.elastic.coordinator import AgentCoordinator, Redirection
 from torchdist_ref.elastic.roster import REPORT_SECONDS, HostInfo, Progress, Roster, Rules
 from torchdist_ref.elastic.session import (
@@ -32,9 +31,9 @@ from torchdist_ref.elastic.session import (
     open_store,
 )
 from torchdist_ref.errors import ArgumentError, AuthenticationError, DistNetworkError
-from torchdist_ref.launcher.environment import Assignment
-from torchdist_ref.launcher.local_workers import Outcome
-from torchdist_ref.processes import describe_exit, signal_name
+from torchdist_ref.membership.trust import CURES, SECRET_FILE, job_secret
+from torchdist_ref.processes import failure_record
+from torchdist_ref.processes.control import describe_exit, signal_name
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.stores.addresses import is_loopback, local_ends, parse_endpoint, parse_host
 from torchdist_ref.timeouts import Deadline
@@ -166,7 +165,7 @@ class Workers(Protocol):
     def interrupts(self) -> Interruptions:
         """Signals to this process."""
 
-    def run(self, assignment: Assignment, stop: int | None = None) -> Outcome:
+    def run(self, assignment: Assignment, stop: int | None = None) -> AttemptOutcome:
         """Start the workers, and return when none is left."""
 
 
@@ -177,7 +176,7 @@ class JobEnd:
     Attributes:
         code: Exit code of the agent.
         text: Reason; empty for success.
-        outcome: Outcome of this host's last attempt; None if there was none.
+        outcome: AttemptOutcome of this host's last attempt; None if there was none.
         failure: First failure of the job, on any host: ``code``, ``text``, ``time`` and ``host``; if a worker failed,
             also ``rank``, ``local_rank``, ``pid``, ``status``, ``error_file`` and ``stack`` (its traceback).
         is_own: Whether that is the first failure of `outcome`.
@@ -185,7 +184,7 @@ class JobEnd:
 
     code: int
     text: str = ""
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     failure: Mapping[str, Any] | None = None
     is_own: bool = False
 
@@ -246,7 +245,7 @@ class _HostAgent:
         self._attempt_lost = 0
         self._session: AgentSession | None = None
         self._progress = Progress()
-        self._outcome: Outcome | None = None
+        self._outcome: AttemptOutcome | None = None
 
     def run(self) -> JobEnd:
         """Join, and join again when the coordinator is lost, until the job ends."""
@@ -501,7 +500,7 @@ class _HostAgent:
             environment={SECRET_FILE: ""} if secret else {},
         )
 
-    def _failure(self, outcome: Outcome) -> Message:
+    def _failure(self, outcome: AttemptOutcome) -> Message:
         """Describe the first failure of this host's workers."""
         first = outcome.first_failure
         failure = {"code": outcome.code, "time": time.time(), "host": self._name, "key": self._key}

@@ -24,7 +24,6 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from torchdist_ref.authentication import SECRET_FILE
 from torchdist_ref.elastic.roster import HostInfo, Rules, versions
 from torchdist_ref.errors import (
     ArgumentError,
@@ -33,6 +32,7 @@ from torchdist_ref.errors import (
     DistNetworkError,
     StoreTimeoutError,
 )
+from torchdist_ref.membership.trust import SECRET_FILE
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, message_code
 

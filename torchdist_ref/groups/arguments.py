@@ -31,7 +31,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, resolve
 from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 SUM = ReduceOp.SUM
 _REDUCTION_NAMES = {

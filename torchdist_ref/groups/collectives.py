@@ -46,7 +46,7 @@ from torchdist_ref.groups.arguments import (
     timeout_of,
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_unusable
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import JoinedWork, Work
 
 _BARRIER = Barrier()

@@ -18,10 +18,9 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
-from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.detail_level import apply_debug_level, observe_process
 from torchdist_ref.backends.registry import check_options, create, default_name, names_by_device
-from torchdist_ref.debug.detail_level import apply_debug_level, observe_process
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -51,8 +50,9 @@ from torchdist_ref.groups.world import (
     refuse_unusable,
     resolve,
 )
-from torchdist_ref.liveness import MemberWatch, backend_mismatch, both_sides
-from torchdist_ref.meeting import meet, meet_on
+from torchdist_ref.membership.liveness import MemberWatch, backend_mismatch, both_sides
+from torchdist_ref.membership.meeting import meet, meet_on
+from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 

@@ -36,7 +36,7 @@ from torchdist_ref.groups.arguments import (
 )
 from torchdist_ref.groups.collectives import join
 from torchdist_ref.groups.world import ProcessGroup
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import JoinedWork, Work
 
 

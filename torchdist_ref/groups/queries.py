@@ -20,12 +20,12 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ReduceOp
 
-from torchdist_ref import job_environment
 from torchdist_ref.backends import base, registry
 from torchdist_ref.backends.reductions import check
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, on_rank
 from torchdist_ref.groups.arguments import reduction_name
 from torchdist_ref.groups.world import ProcessGroup, as_integer, current, refuse_destroyed, resolve, resolve_member
+from torchdist_ref.processes import job_environment
 from torchdist_ref.recorder import Recorder
 
 

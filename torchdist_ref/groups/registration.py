@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d as c10d
 
-from torchdist_ref import torch_private
 from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref_in_torch.objects import limit_objects
@@ -31,6 +30,7 @@ from torchdist_ref.errors import ArgumentError, DestroyedGroupError, Unsupported
 from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
 from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import PrefixStore
+from torchdist_ref.torch_internals import torch_private
 
 _lock = threading.Lock()
 

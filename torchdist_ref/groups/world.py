@@ -45,7 +45,7 @@ from torchdist_ref.errors import (
     message_of,
     text_of,
 )
-from torchdist_ref.program_end import leave_at_end
+from torchdist_ref.processes.program_end import leave_at_end
 from torchdist_ref.stores import HashStore, Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost

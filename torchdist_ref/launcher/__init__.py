@@ -1,6 +1,6 @@
 """Launcher of ranks: `api` for programs, ``python -m torchdist_ref.launch`` for the command line, and their parts.
 
-Modules of this package import the standard library, `torchdist_ref.errors`, `torchdist_ref.processes` and
+Modules of this package import the standard library, `torchdist_ref.errors`, `torchdist_ref.processes.control` and
 `torchdist_ref.stores`, never torch: a launcher lives as long as its job and should cost a few megabytes. Do not add
 communication between ranks here: it belongs to the stores.
 """

@@ -17,18 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchdist_ref.authentication import new_secret
+from torchdist_ref.elastic.attempt import Assignment, AttemptOutcome
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankDiedError, advice_on_limit, explain
-from torchdist_ref.launcher.environment import LOCALHOST, Assignment, Job, job_store
+from torchdist_ref.launcher.environment import LOCALHOST, Job, job_store
 from torchdist_ref.launcher.local_workers import (
     DEFAULT_SIGNALS,
     SHUTDOWN_SECONDS,
     LocalWorkers,
-    Outcome,
     WorkerSettings,
     binding,
 )
 from torchdist_ref.launcher.reports import LaunchReport
+from torchdist_ref.membership.trust import new_secret
 from torchdist_ref.stores.addresses import loopback_address, parse_endpoint, parse_host
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -190,9 +190,9 @@ def run_job(
     args: list[Any],
     *,
     log: Callable[[str], None],
-    on_end: Callable[[Outcome], object] = lambda outcome: None,
+    on_end: Callable[[AttemptOutcome], object] = lambda outcome: None,
     own_descendants: bool = False,
-) -> Outcome:
+) -> AttemptOutcome:
     """Run a job to its end: on this host alone, or as one of several hosts' agents.
 
     Args:
@@ -247,7 +247,7 @@ def worker_settings(
     )
 
 
-def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> Outcome:
+def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> AttemptOutcome:
     """Run all ranks; when one fails, restart all of them while restarts are left.
 
     A single restarted rank would meet the others in the middle of a collective. So all are stopped, and all start again
@@ -267,7 +267,7 @@ def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callabl
     return outcome
 
 
-def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> Outcome:
+def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> AttemptOutcome:
     """Run the ranks of this host in a job of several hosts.
 
     Raises:
@@ -289,7 +289,7 @@ def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Call
     end = run_agent(settings, workers, log)
     if end.code == BAD_INPUT_CODE and end.failure is None:
         raise ArgumentError(end.text)
-    found = end.outcome or Outcome(end.code, ())
+    found = end.outcome or AttemptOutcome(end.code, ())
     if end.text and not end.is_own:
         text = end.text
         if end.failure and "rank" in end.failure:
@@ -332,7 +332,7 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
         raise ArgumentError(explain("launch_agent", "config.rdzv_endpoint", expected, endpoint, hint=hint)) from None
 
 
-def _raise(outcome: Outcome, name: str) -> None:
+def _raise(outcome: AttemptOutcome, name: str) -> None:
     if not outcome.code:
         return
     from torchdist_ref.launcher.failures import (

@@ -16,7 +16,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from torchdist_ref import failure_record
+from torchdist_ref.processes import failure_record
 
 
 def write_call(folder: Path, local_rank: int, function: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -8,47 +8,15 @@ every variable that torchrun sets, under the same name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from torchdist_ref.authentication import SECRET
+from torchdist_ref.elastic.attempt import Assignment
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.membership.trust import SECRET
 from torchdist_ref.stores.tcp.server import TCPServer
 
 LOCALHOST = "localhost"
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Ranks of the workers of one host in one attempt, and the address of the attempt's store.
-
-    Attributes:
-        global_ranks: Rank of each worker, by local rank.
-        world_size: Number of workers on all hosts.
-        master_addr: Host of the store.
-        master_port: Port of the store.
-        group_rank: Rank of this host.
-        group_world_size: Number of hosts.
-        role_ranks: Rank of each worker among those of its role, by local rank. Default: the global ranks.
-        role_world_size: Number of workers of the role. Default 0: the world size.
-        restart_count: Number of times that all workers have been started again.
-        use_agent_store: Whether a launcher serves the store; otherwise rank 0 does.
-        secret: Secret by which the ranks authenticate each other; empty for none.
-        environment: Further variables of all workers.
-    """
-
-    global_ranks: Sequence[int]
-    world_size: int
-    master_addr: str
-    master_port: int
-    group_rank: int = 0
-    group_world_size: int = 1
-    role_ranks: Sequence[int] = ()
-    role_world_size: int = 0
-    restart_count: int = 0
-    use_agent_store: bool = True
-    secret: str = field(default="", repr=False)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from torchdist_ref.errors import indexed, message_of
-from torchdist_ref.failure_record import ERROR_FILE, NO_FILE
 from torchdist_ref.launcher.worker import TRACEBACK
-from torchdist_ref.processes import signal_name
+from torchdist_ref.processes.control import signal_name
+from torchdist_ref.processes.failure_record import ERROR_FILE, NO_FILE
 
 logger = logging.getLogger("torchdist_ref.launcher")
 

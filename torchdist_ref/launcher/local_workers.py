@@ -19,10 +19,11 @@ from string import Template
 from types import TracebackType
 from typing import Any
 
+from torchdist_ref.elastic.attempt import Assignment, AttemptOutcome, Exit, LogsDest
 from torchdist_ref.errors import ArgumentError, advice_on_limit
 from torchdist_ref.launcher import orphans, timers
-from torchdist_ref.launcher.environment import Assignment, Job, one_device, worker_environment
-from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs, temporary_folder
+from torchdist_ref.launcher.environment import Job, one_device, worker_environment
+from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, outputs, temporary_folder
 from torchdist_ref.launcher.memory import OutOfMemoryKills
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
@@ -71,75 +72,6 @@ class WorkerSettings:
     own_descendants: bool = False
 
 
-@dataclass(frozen=True)
-class Exit:
-    """End of one worker.
-
-    Attributes:
-        rank: Global rank.
-        local_rank: Rank among the workers of this host.
-        pid: Process id.
-        status: Exit code, or the negative number of the signal that killed it.
-        error_file: Path of its failure record, which need not exist.
-        keeps_record: Whether the record remains when the job has ended.
-        stderr_file: Log file of its standard error; empty for none.
-        printed_traceback: Whether the traceback of an exception has appeared on the console.
-        memory: Sentence on whether the memory was the cause of a SIGKILL; empty for other ends.
-    """
-
-    rank: int
-    local_rank: int
-    pid: int
-    status: int
-    error_file: str
-    keeps_record: bool = True
-    stderr_file: str = ""
-    printed_traceback: bool = False
-    memory: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of one attempt on this host. No worker is left when it exists.
-
-    Attributes:
-        code: Exit code of the attempt: 0 if all workers exited with 0, else that of the first that did not, or 128
-            plus the number of the signal that ended it or that the launcher received.
-        exits: End of each worker, by local rank.
-        first_failure: End of the worker that failed first, by itself. None if none did, if a signal to the launcher
-            ended the attempt, or a request to stop.
-        signal: Number of the signal to the launcher that ended the attempt; 0 for none. Such an attempt is not
-            repeated.
-        stopped: Whether `stop` ended the attempt.
-        return_values: Result of each worker's function by local rank, if all succeeded; None for a command.
-        logs: Paths of the log files.
-        reason: Sentence about a failure on another host; empty otherwise.
-        assignment: Ranks of the attempt; None if there was none.
-        cause_is_elsewhere: Whether the first worker that failed has ended because of a rank on another host.
-    """
-
-    code: int
-    exits: tuple[Exit, ...]
-    first_failure: Exit | None = None
-    signal: int = 0
-    stopped: bool = False
-    return_values: Mapping[int, Any] = field(default_factory=dict)
-    logs: LogsDest = field(default_factory=LogsDest)
-    reason: str = ""
-    assignment: Assignment | None = None
-    cause_is_elsewhere: bool = False
-
-    @property
-    def restarts(self) -> int:
-        """Number of times that all workers were started again before this attempt."""
-        return self.assignment.restart_count if self.assignment else 0
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether all workers exited with 0."""
-        return self.code == 0 and not self.stopped
-
-
 class LocalWorkers:
     """Workers of this host, started once or more often. Use it in a ``with`` block, which ends what is left of them.
 
@@ -156,7 +88,7 @@ class LocalWorkers:
 
     Example:
         >>> import os
-        >>> from torchdist_ref.launcher.environment import Assignment
+        >>> from torchdist_ref.elastic.attempt import Assignment
         >>> with LocalWorkers(WorkerSettings(os.getenv, ["RANK"])) as workers:
         ...     outcome = workers.run(Assignment([2, 3], 4, "127.0.0.1", 29500, group_rank=1, group_world_size=2))
         >>> outcome.code, outcome.return_values
@@ -199,7 +131,7 @@ class LocalWorkers:
         self.interrupts.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, assignment: Assignment, stop: int | None = None) -> Outcome:
+    def run(self, assignment: Assignment, stop: int | None = None) -> AttemptOutcome:
         """Start all workers and supervise them until they have ended.
 
         When one fails, a signal arrives or `stop` becomes readable, the others are asked to stop and killed after the
@@ -296,7 +228,7 @@ class LocalWorkers:
 
     def _outcome(
         self, supervisor: Supervisor, logs: LogsDest, assignment: Assignment, kills: OutOfMemoryKills
-    ) -> Outcome:
+    ) -> AttemptOutcome:
         keeps_records = self.settings.logs_specs is not None
         exits = {id(worker): _exit(worker, keeps_records, kills) for worker in supervisor.workers}
         first = supervisor.first_failure
@@ -307,7 +239,7 @@ class LocalWorkers:
                 from torchdist_ref.launcher import entrypoint
 
                 values = {rank: entrypoint.result(self._folder, rank) for rank in values}
-        return Outcome(
+        return AttemptOutcome(
             supervisor.code,
             tuple(exits.values()),
             exits[id(first)] if first else None,

@@ -14,12 +14,13 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntFlag
 from pathlib import Path
 
+from torchdist_ref.elastic.attempt import LogsDest
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.failure_record import ERROR_FILE
+from torchdist_ref.processes.failure_record import ERROR_FILE
 
 CONSOLE = ""
 _ONE = re.compile(r"[0-3]")
@@ -105,29 +106,6 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
     if isinstance(val_or_map, Std):
         return dict.fromkeys(ranks, val_or_map)
     return {rank: val_or_map.get(rank, Std.NONE) for rank in ranks}
-
-
-@dataclass
-class LogsDest:
-    """Paths of one attempt, by local rank.
-
-    Attributes:
-        stdouts: File of standard output; an empty string for the console, `os.devnull` for none.
-        stderrs: The same for standard error.
-        tee_stdouts: Files of those workers whose standard output is shown on the console too.
-        tee_stderrs: The same for standard error.
-        error_files: Files for failure records.
-        filtered_stdout: File of the lines of `tee_stdouts` that contain a filter's text.
-        filtered_stderr: The same for standard error.
-    """
-
-    stdouts: dict[int, str] = field(default_factory=dict)
-    stderrs: dict[int, str] = field(default_factory=dict)
-    tee_stdouts: dict[int, str] = field(default_factory=dict)
-    tee_stderrs: dict[int, str] = field(default_factory=dict)
-    error_files: dict[int, str] = field(default_factory=dict)
-    filtered_stdout: str = field(default_factory=str)
-    filtered_stderr: str = field(default_factory=str)
 
 
 class LogsSpecs(ABC):

@@ -78,7 +78,7 @@ class _PrintVersions(argparse.Action):
     """Option that prints versions."""
 
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
-        from torchdist_ref.about import versions
+        from torchdist_ref.launcher.about import versions
 
         sys.stdout.write(f"{versions()}\n")
         parser.exit()

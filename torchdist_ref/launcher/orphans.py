@@ -23,8 +23,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from torchdist_ref.failure_record import LAUNCH_ID
-from torchdist_ref.processes import named_process_limit
+from torchdist_ref.processes.control import named_process_limit
+from torchdist_ref.processes.failure_record import LAUNCH_ID
 
 MARK = LAUNCH_ID
 _PR_SET_CHILD_SUBREAPER = 36

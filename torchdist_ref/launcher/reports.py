@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchdist_ref.elastic.attempt import AttemptOutcome, Exit
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.launcher.local_workers import Exit, Outcome
 
 _EVENTS, _METRICS = "torch.distributed.elastic.events", "torch.distributed.elastic.metrics"
 
@@ -65,13 +65,13 @@ class LaunchReport:
         self._config, self._name = config, name
         self._record = recorder(config.event_log_handler)
 
-    def end(self, outcome: Outcome, seconds: float, log: Callable[[str], None]) -> None:
+    def end(self, outcome: AttemptOutcome, seconds: float, log: Callable[[str], None]) -> None:
         """Report the end: an event of each worker and one of the agent, and the agent's metrics.
 
         The workers have ended, so a report that fails changes nothing about the job: it is only logged.
 
         Args:
-            outcome: Outcome of the last attempt.
+            outcome: AttemptOutcome of the last attempt.
             seconds: Duration of the launch.
             log: Function that receives a line about what a handler raises.
         """
@@ -80,7 +80,7 @@ class LaunchReport:
         except Exception as error:
             log(f"the end of the job could not be reported: {error!r}")
 
-    def _report(self, outcome: Outcome, seconds: float) -> None:
+    def _report(self, outcome: AttemptOutcome, seconds: float) -> None:
         if self._record is not None:
             record = partial(self._event, self._record, outcome, int(seconds))
             for worker in outcome.exits:
@@ -92,7 +92,7 @@ class LaunchReport:
     def _event(
         self,
         record: Callable[[str, str, dict[str, Any]], None],
-        outcome: Outcome,
+        outcome: AttemptOutcome,
         seconds: int,
         state: str,
         worker: Exit | None,
@@ -136,7 +136,7 @@ class LaunchReport:
             module.put_metric(f"workers.{self._config.role}.{name}", value)
 
 
-def _state(worker: Exit, outcome: Outcome) -> str:
+def _state(worker: Exit, outcome: AttemptOutcome) -> str:
     """Return torch's name of a worker's end."""
     if outcome.succeeded:
         return "SUCCEEDED"

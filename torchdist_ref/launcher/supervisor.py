@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torchdist_ref.failure_record import FailureRecord, dump_signal, is_consequence, read, wants_dumps
 from torchdist_ref.launcher.worker import LineRelay, Sink, Worker, WorkerPlan, binary_sink
-from torchdist_ref.processes import (
+from torchdist_ref.processes.control import (
     catches_signal,
     describe_exit,
     name_ranks,
@@ -31,6 +30,7 @@ from torchdist_ref.processes import (
     signal_name,
     signal_socket,
 )
+from torchdist_ref.processes.failure_record import FailureRecord, dump_signal, is_consequence, read, wants_dumps
 
 # Time to continue reading after all ranks have ended, while processes that they started hold their output open.
 _DRAIN_SECONDS = 2.0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.processes import signal_name
+from torchdist_ref.processes.control import signal_name
 
 ENABLED, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 _Key = tuple[int, str]

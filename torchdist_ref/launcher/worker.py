@@ -1,6 +1,6 @@
 """Worker as its supervisor sees it: a child process, and a line relay for each of its output streams.
 
-`processes.die_with_parent` ends it with the launcher. A worker writes a stream without console directly to
+`processes.control.die_with_parent` ends it with the launcher. A worker writes a stream without console directly to
 its file. Do not add reactions to failures here: they belong to the supervisor.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn, Protocol, TextIO
 
-from torchdist_ref import processes
 from torchdist_ref.launcher.logs import Output
+from torchdist_ref.processes import control as processes
 
 # Windows has neither, and this package can be imported there.
 with contextlib.suppress(ImportError):

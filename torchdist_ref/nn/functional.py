@@ -23,7 +23,7 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
 from torchdist_ref.nn import gradients
 from torchdist_ref.nn.gradients import apply
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 __all__ = [
     "all_gather",

@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from torchdist_ref.elastic.attempt import Assignment
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.launcher.environment import Assignment, rank_environment
+from torchdist_ref.launcher.environment import rank_environment
 from torchdist_ref.notebook.display import BACKEND
 from torchdist_ref.notebook.output import Item, RankOrder
 from torchdist_ref.notebook.rank import CELL
 from torchdist_ref.notebook.report import PoolError, Report
 from torchdist_ref.notebook.request import Progress, RankRequest
 from torchdist_ref.notebook.server import RankConnection, RankServer
-from torchdist_ref.processes import describe_exit, name_ranks
+from torchdist_ref.processes.control import describe_exit, name_ranks
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.stores.addresses import loopback_address
 

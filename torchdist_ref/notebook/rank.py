@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from torchdist_ref import processes
 from torchdist_ref.notebook import display
 from torchdist_ref.notebook.output import MARKER
+from torchdist_ref.processes import control as processes
 
 # Two signals within this time are one interrupt: the kernel repeats a signal that may have come before a wait.
 _REPEAT_SECONDS = 2.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torchdist_ref.errors import DistError, indexed
 from torchdist_ref.notebook.rank import CellFailure
-from torchdist_ref.processes import describe_exit, name_ranks
+from torchdist_ref.processes.control import describe_exit, name_ranks
 
 _RESTART = "Its variables are lost: stop the ranks (%spmd_stop) and run again from the first %%spmd cell."
 _KILL = "Stop the ranks (%spmd_stop), which kills them, and run again from the first %%spmd cell."

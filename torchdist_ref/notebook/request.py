@@ -24,7 +24,7 @@ from torchdist_ref.notebook.output import RankOrder
 from torchdist_ref.notebook.rank import POSITION_SIGNAL, CellFailure
 from torchdist_ref.notebook.report import Report
 from torchdist_ref.notebook.server import RankConnection, RankServer
-from torchdist_ref.processes import signal_socket
+from torchdist_ref.processes.control import signal_socket
 
 # Time that an interrupted rank has to answer: C code that waits does not notice the interrupt at once.
 ANSWER_SECONDS = 5.0
@@ -196,7 +196,7 @@ class RankRequest:
         try:
             kind, pid, status = self._server.connection.recv()
         except (EOFError, OSError):
-            # The kernel kills ranks whose server has ended: see `processes.die_with_parent`.
+            # The kernel kills ranks whose server has ended: see `processes.control.die_with_parent`.
             self._selector.unregister(self._server.connection)
             for rank in list(self._waiting):
                 self._on_end(rank, -signal.SIGKILL)

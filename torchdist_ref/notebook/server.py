@@ -34,10 +34,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
-from torchdist_ref import processes
 from torchdist_ref.errors import ArgumentError, DistError, explain
 from torchdist_ref.notebook import rank as rank_side
 from torchdist_ref.notebook.output import OutputReader
+from torchdist_ref.processes import control as processes
 
 METHODS = ("fork", "spawn")
 _PRELOAD = ("torch", "torch.distributed", "torchdist_ref.groups")

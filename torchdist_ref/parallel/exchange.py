@@ -19,8 +19,10 @@ import torch
 from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from torchdist_ref import groups, torch_private
+from torchdist_ref import groups
+from torchdist_ref.algorithms.bucket import GradBucket, LaunchedBucket
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
+from torchdist_ref.algorithms.division import Divisor
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -30,9 +32,8 @@ from torchdist_ref.errors import (
     in_context,
     message_of,
 )
-from torchdist_ref.parallel.bucket import GradBucket, LaunchedBucket
-from torchdist_ref.parallel.division import Divisor
 from torchdist_ref.timeouts import GROUP_TIMEOUT
+from torchdist_ref.torch_internals import torch_private
 
 # Class of the futures of torch's own backends: torch.futures.Future is a subclass of it.
 AnyFuture = torch_private.FUTURE.get()

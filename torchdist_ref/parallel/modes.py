@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchdist_ref import groups, torch_private
+from torchdist_ref import groups
+from torchdist_ref.algorithms.bucket import split
+from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
-from torchdist_ref.parallel.bucket import split
 from torchdist_ref.parallel.construction import OPERATION, mapped
-from torchdist_ref.parallel.division import Divisor, average
+from torchdist_ref.torch_internals import torch_private
 
 autograd = torch_private.AUTOGRAD.bind()
 

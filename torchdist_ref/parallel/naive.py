@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups
-from torchdist_ref.parallel.division import Divisor, average
+from torchdist_ref.algorithms.division import Divisor, average
 
 __all__ = ["NaiveDataParallel"]
 

@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torchdist_ref import groups, torch_private
+from torchdist_ref import groups
+from torchdist_ref.algorithms.bucket import BucketExchange, LaunchedBucket
+from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel import bucketing, storage, synchronization
-from torchdist_ref.parallel.bucket import BucketExchange, LaunchedBucket
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
-from torchdist_ref.parallel.division import Divisor, average
 from torchdist_ref.parallel.modes import LowPrecision
+from torchdist_ref.torch_internals import torch_private
 
 autograd = torch_private.AUTOGRAD.bind()
 

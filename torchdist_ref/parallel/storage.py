@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from torchdist_ref import groups, torch_private
+from torchdist_ref import groups
+from torchdist_ref.algorithms.bucket import GradBucket, Packing, dense_strides, split
+from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
-from torchdist_ref.parallel.bucket import GradBucket, Packing, dense_strides, split
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
-from torchdist_ref.parallel.division import Divisor, average
+from torchdist_ref.torch_internals import torch_private
 
 copy_many, scale_many = torch_private.COPY_MANY.bind(), torch_private.SCALE_MANY.bind()
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchdist_ref import groups, torch_private
+from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentTypeError, MismatchError, RankStalledError, explain, in_context, message_of
 from torchdist_ref.parallel.exchange import aborted_on_hook_failure, completed_within, timeout_seconds
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 copy_many = torch_private.COPY_MANY.bind()
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from torchdist_ref import torch_private
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.pipeline.checkpoint import is_recomputing
+from torchdist_ref.torch_internals import torch_private
 
 __all__ = ["DeferredBatchNorm"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref import torch_private
+from torchdist_ref.torch_internals import torch_private
 
 __all__ = ["OwnRandomNumbers", "checkpoint", "is_checkpointing", "is_recomputing", "random_state"]
 

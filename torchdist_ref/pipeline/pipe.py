@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchdist_ref import torch_private
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.pipeline.batchnorm import DeferredBatchNorm
 from torchdist_ref.pipeline.execution import Pipeline, gather, scatter
 from torchdist_ref.pipeline.skip import verify_skippables
+from torchdist_ref.torch_internals import torch_private
 
 __all__ = [
     "BalanceError",

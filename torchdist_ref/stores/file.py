@@ -34,7 +34,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistStoreError, StoreTimeoutError, explain
-from torchdist_ref.forks import close_copies_in_child
+from torchdist_ref.processes.forks import close_copies_in_child
 from torchdist_ref.stores.base import (
     POLL_SECONDS,
     Store,

@@ -6,7 +6,7 @@ before each value. A value with a wrong code raises `AuthenticationError`. The c
 moved to another key. Values hold no secrets, since everybody who reads the store reads them.
 
 Numbers of `add` and `barrier` and the lengths of queues cannot be sealed: base no trust on them. Do not add ways to get
-a session key here: `torchdist_ref.authentication` has those.
+a session key here: `torchdist_ref.membership.trust` has those.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import torchdist_ref.groups as dist
-from torchdist_ref import torch_private
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast
 from torchdist_ref.groups.world import current
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
+from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.work import Work
 
 # Empty, one element, a matrix, odd sizes, and one that needs several windows of a staging buffer.

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 import torchdist_ref.groups as dist
-from torchdist_ref import torch_private
+from torchdist_ref.algorithms.bucket import Packing, split
 from torchdist_ref.algorithms.ddp_comm_hooks import HookTraits, traits_of
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain
 from torchdist_ref.groups.world import current
 from torchdist_ref.parallel import GradBucket
-from torchdist_ref.parallel.bucket import Packing, split
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
+from torchdist_ref.torch_internals import torch_private
 
 Hook = Callable[[Any, GradBucket], Any]
 

@@ -16,7 +16,7 @@ from typing import Any
 from torchdist_ref import groups
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, indexed, message_of
 from torchdist_ref.groups import world
-from torchdist_ref.processes import name_ranks
+from torchdist_ref.processes.control import name_ranks
 from torchdist_ref.stores import Store
 
 # Share of the time-out after which collectives fail: their own error explains more than a stack.

@@ -43,7 +43,7 @@ from torchdist_ref.errors import (
     rank_names,
     text_of,
 )
-from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, is_stopped
+from torchdist_ref.membership.liveness import Liveness, MemberWatch, NoPeerProcesses, is_stopped
 from torchdist_ref.timeouts import CHECK_SECONDS, LONG_WAIT_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
 from torchdist_ref.transports.segment import (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.transports.base import DirectPath, Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import CACHE_LINE, MESSAGE_HEADER_BYTES, Announcement, memmove_for

@@ -277,7 +277,7 @@ class StatusRow:
 
     @property
     def witness(self) -> int:
-        """Witness of the rank's process (see `torchdist_ref.witness`); 0 if it has none."""
+        """Witness of the rank's process (see `torchdist_ref.processes.witness`); 0 if it has none."""
         return self.fields[_WITNESS]
 
     def join(self, pid: int, witness: int = 0) -> None:

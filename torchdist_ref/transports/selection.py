@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from torchdist_ref.errors import RankStalledError, StoreTimeoutError, rank_names
-from torchdist_ref.liveness import MemberWatch, has_no_proc, host_identity
+from torchdist_ref.membership.liveness import MemberWatch, has_no_proc, host_identity
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, tcp, threads
 from torchdist_ref.transports.link import Link
@@ -31,7 +31,7 @@ class RankEndpoint(NamedTuple):
     """Location of a rank.
 
     Attributes:
-        host: Identity of the host (see `liveness.host_identity`).
+        host: Identity of the host (see `membership.liveness.host_identity`).
         process: Process id.
         segment: Handle of the segment that the rank has created; empty if none.
     """

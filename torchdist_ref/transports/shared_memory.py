@@ -11,7 +11,7 @@ calls them: 35 ns a call, without the GIL while it blocks, interruptible by Ctrl
 
 Liveness: a pidfd becomes readable when its process ends, and cannot refer to a later process with the same pid. Blocked
 waits poll the pidfds of all peers, so that a death is noticed within one poll, without threads or messages. A process
-that calls `exec` lives on as another program; `torchdist_ref.witness` finds it.
+that calls `exec` lives on as another program; `torchdist_ref.processes.witness` finds it.
 
 Do not add heartbeats: a stopped process is not dead, and the time-out finds it.
 """
@@ -30,7 +30,8 @@ from functools import cache
 from typing import Any
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
-from torchdist_ref.liveness import MemberWatch, PeerProcesses
+from torchdist_ref.membership.liveness import MemberWatch, PeerProcesses
+from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Semaphore
 from torchdist_ref.transports.link import Link
@@ -43,7 +44,6 @@ from torchdist_ref.transports.segment import (
     SegmentLayout,
     window_for,
 )
-from torchdist_ref.witness import own_witness
 
 # `SemLock`'s kind of a counting semaphore, and its largest count.
 _COUNTING_SEMAPHORE = 1

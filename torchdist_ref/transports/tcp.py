@@ -5,7 +5,7 @@ ranks are private copies, which those ranks update: a semaphore that crosses hos
 that it signals (see `frames`). So backends run the same code and the same schedules.
 
 Every rank listens on one address (see `interface_address`) and publishes it in the store. Of each pair of remote ranks
-the higher one connects. Both then prove that they know the group's key, which is in no store (see `authentication`).
+the higher one connects. Both then prove that they know the group's key, which is in no store (see `membership.trust`).
 
 All pairs connect at the start, not on first use, because a connection also detects failures: every survivor sees it
 close within milliseconds of a death. Without a connection, a rank would notice the death at the time-out.
@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, advice_on_limit
-from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
+from torchdist_ref.membership.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.addresses import is_link_local, is_loopback, local_ends, look_up, loopback_address
 from torchdist_ref.stores.sealed import channel_key, innermost

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
-from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.membership.liveness import MemberWatch
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Semaphore
 from torchdist_ref.transports.link import Link

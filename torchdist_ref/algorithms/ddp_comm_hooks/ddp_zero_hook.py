@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from torchdist_ref.algorithms.bucket import GradBucket
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import Hook, comm_hook
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
-from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

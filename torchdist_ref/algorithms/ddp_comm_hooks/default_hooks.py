@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from torchdist_ref.algorithms.bucket import GradBucket
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import (
     Hook,
     HookGroup,
@@ -26,7 +27,6 @@ from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import (
 )
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import new_subgroups
-from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = [
     "BuiltinCommHookType",

@@ -25,9 +25,9 @@ from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-def
 from torch.futures import Future
 
 from torchdist_ref import groups
+from torchdist_ref.algorithms.bucket import GradBucket
+from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.errors import ArgumentTypeError, explain
-from torchdist_ref.parallel.bucket import GradBucket
-from torchdist_ref.parallel.division import Divisor, average
 from torchdist_ref.work import CallFuture
 
 HookType = TypeVar("HookType", bound=Callable[..., Any])

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchdist_ref import torch_private
+from torchdist_ref.algorithms.bucket import GradBucket
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import Hook, HookGroup, comm_hook, single_tensor
+from torchdist_ref.algorithms.division import average
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.parallel.bucket import GradBucket
-from torchdist_ref.parallel.division import average
+from torchdist_ref.torch_internals import torch_private
 
 autograd = torch_private.AUTOGRAD.bind()
 

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from torchdist_ref.algorithms.bucket import GradBucket, width
 from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
 from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, HookRounds, RoundQueue, comm_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import CompressionPlan, Matrix, Products, orthonormalize
+from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
-from torchdist_ref.parallel.bucket import GradBucket, width
-from torchdist_ref.parallel.division import Divisor, average
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

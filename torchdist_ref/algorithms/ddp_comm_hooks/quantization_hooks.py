@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from torchdist_ref.algorithms.bucket import GradBucket
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, comm_hook
+from torchdist_ref.algorithms.division import average
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.parallel.bucket import GradBucket
-from torchdist_ref.parallel.division import average
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchdist_ref import groups
+from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, NotInitializedError, explain
-from torchdist_ref.parallel.division import Divisor, average
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 __all__ = [
     "HierarchicalModelAverager",

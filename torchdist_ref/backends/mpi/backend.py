@@ -54,7 +54,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.stores import PrefixStore
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchdist_ref.backends.worker_threads import WorkerThread
 from torchdist_ref.errors import RankStalledError
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Runner, Work, refuse_inherited
 
 MAX_PAUSE_SECONDS = 0.001

@@ -47,7 +47,13 @@ from torchdist_ref.backends.worker_threads import (
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
-from torchdist_ref.torch_modes import dispatch_modes, has_function_mode, is_traced, outside_modes, transforms
+from torchdist_ref.torch_internals.torch_modes import (
+    dispatch_modes,
+    has_function_mode,
+    is_traced,
+    outside_modes,
+    transforms,
+)
 from torchdist_ref.transports import connect, empty_registered, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
 

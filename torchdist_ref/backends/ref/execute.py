@@ -34,7 +34,7 @@ from torchdist_ref.backends.ref.mismatches import Handshake
 from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, with_sizes
 from torchdist_ref.calls import Number
 from torchdist_ref.schedules.schedule import Move, Slot
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
 
 

@@ -43,7 +43,7 @@ from torchdist_ref.backends.ref.ring_buffer import RingBuffer, StagedRounds
 from torchdist_ref.backends.ref.staging import copy_from_host, copy_to_host
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
 from torchdist_ref.calls import Number
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
 from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, COMPLETED, EAGER_BYTES

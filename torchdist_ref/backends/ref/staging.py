@@ -22,7 +22,7 @@ from torch import Tensor
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
 

@@ -36,7 +36,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.recorder import END, Entry, Operands, Recorder
 from torchdist_ref.timeouts import CHECK_SECONDS
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.segment import Announcement

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref_in_torch.members import members_met
@@ -20,7 +19,8 @@ from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.errors import BackendArgumentError, explain
-from torchdist_ref.program_end import leave_at_end
+from torchdist_ref.membership.trust import KeyAgreement
+from torchdist_ref.processes.program_end import leave_at_end
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.timeouts import from_torch
 

@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.library import Library, get_kernel
 
-from torchdist_ref import torch_private
 from torchdist_ref.backends.base import RowBlocks, flat_operands
 from torchdist_ref.backends.ref_in_torch.work import hide_from_compilers
 from torchdist_ref.calls import (
@@ -56,6 +55,7 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import UnsupportedError, on_rank
+from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.work import Done, Work
 
 

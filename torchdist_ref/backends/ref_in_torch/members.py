@@ -15,11 +15,11 @@ from contextlib import closing, contextmanager
 
 import torch.distributed as c10d
 
-from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, RefProcessGroup
-from torchdist_ref.liveness import MemberWatch, Presence
-from torchdist_ref.meeting import Meeting
+from torchdist_ref.membership.liveness import MemberWatch, Presence
+from torchdist_ref.membership.meeting import Meeting
+from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.stores import PrefixStore
 
 

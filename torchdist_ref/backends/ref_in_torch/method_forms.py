@@ -29,7 +29,7 @@ from torchdist_ref.backends.ref_in_torch.dispatcher import METHODS, Method, disp
 from torchdist_ref.backends.ref_in_torch.work import MethodArgumentError
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank
 from torchdist_ref.timeouts import from_torch
-from torchdist_ref.torch_modes import dispatch_modes, outside_modes
+from torchdist_ref.torch_internals.torch_modes import dispatch_modes, outside_modes
 
 # Attributes of torch's options by the name of the argument, and their types in words.
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}

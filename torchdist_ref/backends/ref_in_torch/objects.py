@@ -33,13 +33,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from torchdist_ref import torch_private
-from torchdist_ref.authentication import CURES
 from torchdist_ref.errors import AuthenticationError, PicklingError, add_note, on_rank
+from torchdist_ref.membership.trust import CURES
 from torchdist_ref.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import channel_key
 from torchdist_ref.stores.sockets import trusts_network
+from torchdist_ref.torch_internals import torch_private
 
 CODE_BYTES = 32
 _HEADER = struct.Struct(f"<{CODE_BYTES}sIQ")

@@ -32,7 +32,6 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref import torch_private
 from torchdist_ref.backends.base import (
     Backend,
     Request,
@@ -97,8 +96,9 @@ from torchdist_ref.errors import (
     message_of,
     on_rank,
 )
-from torchdist_ref.living_objects import LivingObjects
+from torchdist_ref.processes.living_objects import LivingObjects
 from torchdist_ref.stores.sealed import may_unpickle
+from torchdist_ref.torch_internals import torch_private
 
 if TYPE_CHECKING:
     from torchdist_ref.backends.hooked import HookedBackend, PostHookArgs, PreHookArgs

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, UnsupportedError, explain
 from torchdist_ref.timeouts import from_torch
+from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.work import Done, JoinedWork, Work, WorkForTorch
 
 

@@ -23,7 +23,6 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership, dispatched, flat_operands, operands_of
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.backends.worker_threads import CallbackRunner
@@ -48,9 +47,10 @@ from torchdist_ref.errors import (
     RankStalledError,
     UnsupportedError,
 )
-from torchdist_ref.member_failures import MemberFailures
+from torchdist_ref.membership.member_failures import MemberFailures
 from torchdist_ref.recorder import END, Entry
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Work, refuse_inherited
 
 Tensors = Sequence[Tensor]

@@ -29,7 +29,7 @@ from torchdist_ref.backends.torch_native.stores import AddressStore
 from torchdist_ref.backends.worker_threads import CallbackRunner, CallbackThreads
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
-from torchdist_ref.liveness import process_identity
+from torchdist_ref.membership.liveness import process_identity
 from torchdist_ref.stores import PrefixStore, Store
 
 Tensors = Sequence[Tensor]

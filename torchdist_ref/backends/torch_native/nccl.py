@@ -25,12 +25,12 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.backends.torch_native.third_party import make_from_table
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]

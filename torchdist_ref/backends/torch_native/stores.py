@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import torch.distributed as c10d
 
-from torchdist_ref import torch_private
 from torchdist_ref.errors import DistStoreError
-from torchdist_ref.program_end import leave_at_end
+from torchdist_ref.processes.program_end import leave_at_end
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.base import Text, key_list, key_text, value_bytes
 from torchdist_ref.stores.tcp.store import TCPStore, shared_server
 from torchdist_ref.timeouts import STORE_TIMEOUT
+from torchdist_ref.torch_internals import torch_private
 
 _LINGER_SECONDS = 1.0
 

@@ -26,7 +26,7 @@ from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, advice_on_limit
-from torchdist_ref.forks import close_copies_in_child
+from torchdist_ref.processes.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import has_input
 from torchdist_ref.stores.tcp.client_socket import ConnectionLost, ServerAddress, as_option, open_socket, unreachable
 from torchdist_ref.stores.tcp.memory import MEMORY_VARIABLE, memory_budget

@@ -40,7 +40,7 @@ from itertools import chain, islice
 from time import monotonic
 from typing import TypeAlias
 
-from torchdist_ref.forks import close_copies_in_child
+from torchdist_ref.processes.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
 from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS, ConnectionOwner, ServerConnection, ThreadClock
 from torchdist_ref.stores.tcp.listeners import ListeningSockets

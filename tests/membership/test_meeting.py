@@ -18,8 +18,8 @@ import torchdist_ref as dist
 from tests.ports import reserve_port
 from tests.stores.store_helpers import server, torch_tcp
 from torchdist_ref import timeouts
-from torchdist_ref.liveness import host_identity
-from torchdist_ref.meeting import Meeting
+from torchdist_ref.membership.liveness import host_identity
+from torchdist_ref.membership.meeting import Meeting
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run

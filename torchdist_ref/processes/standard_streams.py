@@ -3,7 +3,8 @@
 The system gives the lowest free descriptor to what is opened next. If standard input, output or error is closed, a
 socket, a pidfd or shared memory gets its number. A library that writes to standard error then writes into it,
 and a forked process that redirects its output closes it. So the null device takes these descriptors when the
-package is imported, before the package opens anything. Do not add redirections here: they belong to `processes`.
+package is imported, before the package opens anything. Do not add redirections here: they belong to
+`processes.control`.
 """
 
 from __future__ import annotations

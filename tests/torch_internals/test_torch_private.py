@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchdist_ref import error_index, torch_private
+from torchdist_ref import error_index
 from torchdist_ref.errors import UnsupportedError
 from torchdist_ref.testing import fill, run
-from torchdist_ref.torch_private import NAMES, TESTED, Missing, PrivateName
+from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals.torch_private import NAMES, TESTED, Missing, PrivateName
 
 SOURCE = Path(torch_private.__file__).parent
 ABSENT = PrivateName("torch", "_name_that_is_not_there", "shows a missing name", "nothing happens", ("2.11",))

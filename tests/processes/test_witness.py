@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from tests.process_ends import answer_of_child
-from torchdist_ref import witness
-from torchdist_ref.witness import is_gone, own_witness
+from torchdist_ref.processes import witness
+from torchdist_ref.processes.witness import is_gone, own_witness
 
 
 def test_a_forked_child_has_the_witness_of_its_parent() -> None:

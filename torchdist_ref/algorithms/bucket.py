@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from torchdist_ref.algorithms.division import Divisor
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
-from torchdist_ref.parallel.division import Divisor
 
 __all__ = ["GradBucket"]
 

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.liveness import host_identity
-from torchdist_ref.member_failures import Departures, MemberFailures
+from torchdist_ref.membership.liveness import host_identity
+from torchdist_ref.membership.member_failures import Departures, MemberFailures
 from torchdist_ref.stores import HashStore, PrefixStore
 from torchdist_ref.stores.sealed import SealedStore
 

@@ -11,7 +11,8 @@ import pytest
 
 import torchdist_ref
 from torchdist_ref import __main__ as package
-from torchdist_ref import about, launch
+from torchdist_ref import launch
+from torchdist_ref.launcher import about
 
 
 def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from torchdist_ref.algorithms.join import Join
 from torchdist_ref.nn import functional as differentiable
 from torchdist_ref.optim import ZeroRedundancyOptimizer
 from torchdist_ref.testing import fill, run
-from torchdist_ref.torch_modes import outside_modes
+from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 WORLD = 3
 CASES = [Case(call, shape=(3, 2), root=1) for call in (*REDUCING, *MOVING, *OBJECTS)]

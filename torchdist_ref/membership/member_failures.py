@@ -2,7 +2,7 @@
 
 A rank publishes why it aborts a group, and that it leaves it, in the group's store. The others read that while they
 wait there, and once a call of theirs has failed. A rank that is killed publishes nothing; its process is looked for on
-this host. Do not add the watch over ranks that create a group (`liveness`).
+this host. Do not add the watch over ranks that create a group (`membership.liveness`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic, sleep
 
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankDiedError, rank_names
-from torchdist_ref.liveness import (
+from torchdist_ref.membership.liveness import (
     GROUP_FAILURE_KEY,
     PeerProcesses,
     host_identity,

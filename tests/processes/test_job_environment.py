@@ -12,7 +12,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from torchdist_ref.errors import RendezvousError
-from torchdist_ref.job_environment import derived, first_host, ranks_on_this_host
+from torchdist_ref.processes.job_environment import derived, first_host, ranks_on_this_host
 from torchdist_ref.rendezvous import rendezvous
 
 ROOT = Path(__file__).parent.parent

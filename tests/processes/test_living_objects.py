@@ -6,7 +6,7 @@ import sys
 import threading
 from weakref import WeakSet
 
-from torchdist_ref.living_objects import LivingObjects
+from torchdist_ref.processes.living_objects import LivingObjects
 
 
 class Group:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
-from torchdist_ref.failure_record import on_uncaught
-from torchdist_ref.living_objects import LivingObjects
+from torchdist_ref.processes.failure_record import on_uncaught
+from torchdist_ref.processes.living_objects import LivingObjects
 
 
 class GroupOwner(Protocol):

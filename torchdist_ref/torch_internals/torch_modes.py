@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from torchdist_ref import torch_private
+from torchdist_ref.torch_internals import torch_private
 
 _FORCE: Callable[[Any, Any], AbstractContextManager[None]] = torch_private.FORCE_DISPATCH.bind()
 

@@ -1,4 +1,4 @@
-"""`processes`: children end with their parent, receive signals as a group, and are reaped last."""
+"""`processes.control`: children end with their parent, receive signals as a group, and are reaped last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.process_ends import all_ended
-from torchdist_ref import processes
+from torchdist_ref.processes import control as processes
 
 ROOT = Path(__file__).parent.parent
 SLEEP = ["sleep", "1000"]
@@ -80,7 +80,7 @@ def test_setup_runs_in_the_child_before_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "ends"), [("", True), (", new_session=True", False)])
 def test_a_spawned_child_is_killed_with_its_parent(options: str, ends: bool) -> None:
     code = (
-        "import os; from torchdist_ref.processes import spawn\n"
+        "import os; from torchdist_ref.processes.control import spawn\n"
         f"child = spawn({SLEEP}, stdout=-3, stderr=-3{options})\nprint(child.pid, flush=True); os._exit(0)"
     )
     result = subprocess.run(python(code), cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
@@ -92,7 +92,7 @@ def test_a_spawned_child_is_killed_with_its_parent(options: str, ends: bool) -> 
 
 def test_a_forked_child_is_killed_with_its_parent() -> None:
     code = (
-        "import os, signal; from torchdist_ref.processes import fork\n"
+        "import os, signal; from torchdist_ref.processes.control import fork\n"
         "print(fork(signal.pause).pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     result = subprocess.run(python(code), cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
@@ -163,5 +163,5 @@ def test_names_of_unknown_signals() -> None:
 
 
 def test_processes_does_not_import_torch() -> None:
-    code = "import sys, torchdist_ref.processes; print('torch' in sys.modules)"
+    code = "import sys, torchdist_ref.processes.control; print('torch' in sys.modules)"
     assert subprocess.run(python(code), cwd=ROOT, capture_output=True, text=True).stdout == "False\n"

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from torchdist_ref import liveness
 from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
-from torchdist_ref.liveness import (
+from torchdist_ref.membership import liveness
+from torchdist_ref.membership.liveness import (
     MemberWatch,
     PeerProcesses,
     Presence,
     host_identity,
     read_failure,
 )
-from torchdist_ref.meeting import Meeting
+from torchdist_ref.membership.meeting import Meeting
 from torchdist_ref.stores import HashStore, PrefixStore
 
 

@@ -18,7 +18,7 @@ import torch
 
 from torchdist_ref.errors import UnsupportedError
 
-# Releases of torch in which `tests/test_torch_private.py` found every name.
+# Releases of torch in which `tests/torch_internals/test_torch_private.py` found every name.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 

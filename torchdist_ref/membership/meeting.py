@@ -50,7 +50,7 @@ from torchdist_ref.errors import (
     rank_names,
     text_of,
 )
-from torchdist_ref.liveness import (
+from torchdist_ref.membership.liveness import (
     MemberWatch,
     PeerProcesses,
     Presence,

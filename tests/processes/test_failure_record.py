@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchdist_ref import failure_record
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankDiedError
+from torchdist_ref.processes import failure_record
 
 ROOT = Path(__file__).parent.parent
 # Rank 1 ends last: only then do the others end that wait for it.
@@ -39,7 +39,7 @@ dist.all_reduce(torch.ones(1))
 # Rank 1 exits without an exception once rank 0, which fails because of it, has ended.
 EXIT_LAST = """
 import os, select, sys
-from torchdist_ref import failure_record
+from torchdist_ref.processes import failure_record
 from torchdist_ref.errors import RankDiedError
 
 fifo = os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "..", "pid")
@@ -61,7 +61,7 @@ sys.exit(3)
 PRINTS_LAST = """
 import os, select, sys
 from pathlib import Path
-from torchdist_ref import failure_record
+from torchdist_ref.processes import failure_record
 
 record = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 fifo = str(record.parents[1] / "pid")

@@ -43,10 +43,10 @@ from torchdist_ref.errors import (
     rank_names,
     text_of,
 )
+from torchdist_ref.processes.witness import is_gone, own_witness, release_pidfd, share_pidfd
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import LongWait, found_soon
-from torchdist_ref.witness import is_gone, own_witness, release_pidfd, share_pidfd
 
 log = logging.getLogger("torchdist_ref.groups")
 _FAILURE_KEY, GROUP_FAILURE_KEY = "failure", "failure in the group"
@@ -100,7 +100,7 @@ class PeerProcesses:
 
     Args:
         pids: Process ids, by rank.
-        witnesses: Their witnesses, by rank, as far as they are known (see `witness`).
+        witnesses: Their witnesses, by rank, as far as they are known (see `processes.witness`).
 
     >>> import os
     >>> peers = PeerProcesses({0: os.getpid()})

@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import Any
 
 from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError, rank_names
-from torchdist_ref.forks import close_copies_in_child
-from torchdist_ref.job_environment import ranks_on_this_host
+from torchdist_ref.processes.forks import close_copies_in_child
+from torchdist_ref.processes.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.stores.addresses import is_loopback
 from torchdist_ref.stores.prefix import WatchedStore
@@ -66,7 +66,7 @@ CURES = (
     f"Put the same secret of at least {MIN_SECRET_BYTES} bytes into a file on every host and name it in {SECRET_FILE}, "
     f"or set {TRUST_NETWORK}=1 on all ranks if everybody who reaches this network may run code in them."
 )
-log = logging.getLogger("torchdist_ref.authentication")
+log = logging.getLogger("torchdist_ref.membership.trust")
 
 
 class KeyAgreement:

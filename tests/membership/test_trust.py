@@ -21,12 +21,12 @@ import pytest
 
 import torchdist_ref as dist
 from tests.process_ends import answer_of_child
-from torchdist_ref import authentication
-from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyAgreement, KeyServer, receive_key
 from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError, StoreTimeoutError
-from torchdist_ref.liveness import process_identity
-from torchdist_ref.member_failures import MemberFailures
+from torchdist_ref.membership import trust as authentication
+from torchdist_ref.membership.liveness import process_identity
+from torchdist_ref.membership.member_failures import MemberFailures
+from torchdist_ref.membership.trust import SECRET, SECRET_FILE, KeyAgreement, KeyServer, receive_key
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated, message_code
