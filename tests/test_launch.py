@@ -294,7 +294,7 @@ def test_the_report_asks_for_no_decorator_below_a_traceback(launch: Launch) -> N
 
 
 def test_the_report_has_no_path_of_a_record_that_is_gone(launch: Launch, tmp_path: Path) -> None:
-    script = "from torchdist_ref import failure_record\nfailure_record.write(ValueError('boom'))\nraise SystemExit(1)"
+    script = "from torchdist_ref.processes import failure_record as r\nr.write(ValueError('boom'))\nraise SystemExit(1)"
     assert "  error_file: <N/A>\n  traceback : ValueError: boom\n" in launch(script).stderr
     [line] = [each for each in launch(script, "--log-dir", "logs").stderr.splitlines() if "error_file" in each]
     assert "boom" in (tmp_path / line.partition(": ")[2]).read_text()
@@ -309,7 +309,7 @@ def test_a_rank_that_still_prints_its_exception_is_not_stopped(
     """
     monkeypatch.setenv("TORCHDIST_REF_FLIGHT_RECORDER_DIR", str(tmp_path))
     script = (
-        f"{RANK}import select\nfrom torchdist_ref import failure_record\n"
+        f"{RANK}import select\nfrom torchdist_ref.processes import failure_record\n"
         "open('new', 'w').write(str(os.getpid())) and os.rename('new', '2') if rank == 2 else None\n"
         "if rank == 0:\n"
         "  failure_record.write(ValueError('boom'))\n"

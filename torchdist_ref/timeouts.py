@@ -1,4 +1,4 @@
-"""Time-outs of the library: the defaults, the interval of a wait's checks, `Deadline` and `LongWait`.
+"""Time-outs of the library: the defaults, the interval of a wait's checks, `Clock`, `Deadline` and `LongWait`.
 
 Python runs signal handlers on the main thread, between two bytecode instructions. A main thread that sleeps in one long
 system call can miss the wake-up, because the kernel may deliver the signal to another thread. So a blocking wait wakes
@@ -9,9 +9,10 @@ Do not add waits here: each kind of wait belongs to the object that is waited fo
 
 from __future__ import annotations
 
+import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from math import inf
 
@@ -47,32 +48,81 @@ LONG_WAIT_SECONDS = 60.0
 MAX_SLEEP_SECONDS = 3600.0
 
 
+class Clock:
+    """The monotonic clock, and the two ways to let its time pass.
+
+    Code that waits takes a clock as an argument, so that its tests take no time: they pass
+    `torchdist_ref.testing.virtual_clock.VirtualClock`, whose waits end at once and add their seconds to `now`.
+
+    >>> clock = Clock()
+    >>> began = clock.now()
+    >>> clock.sleep(0.001)
+    >>> clock.now() - began >= 0.001, clock.wait([], 0.001)
+    (True, [])
+    """
+
+    def now(self) -> float:
+        """Return the present time in seconds, from an arbitrary origin."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Return after so many seconds."""
+        time.sleep(seconds)
+
+    def wait(self, descriptors: select.poll | Iterable[int], seconds: float | None = None) -> list[int]:
+        """Return the descriptors that are ready, as soon as one is.
+
+        Args:
+            descriptors: Descriptors that may become readable, or a `select.poll` at which they are registered.
+            seconds: Longest time to wait. Default None: no limit.
+
+        Returns:
+            The descriptors that are ready; none after the time-out.
+        """
+        poll = readable(descriptors) if isinstance(descriptors, Iterable) else descriptors
+        return [descriptor for descriptor, _ in poll.poll(None if seconds is None else max(0.0, seconds) * 1000)]
+
+
+def readable(descriptors: Iterable[int]) -> select.poll:
+    """Return a poll object that reports which descriptors are readable or closed by their peer."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return poll
+
+
+CLOCK = Clock()
+"""Default of arguments that take a clock."""
+
+
 class Deadline:
-    """A moment on the monotonic clock.
+    """A moment on a clock.
 
     Args:
         seconds: time from now, in seconds; 0 for a single check without waiting.
+        clock: clock. Default: the monotonic clock.
     """
 
-    __slots__ = ("at", "seconds")
+    __slots__ = ("_now", "at", "seconds")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
         self.seconds = seconds
-        self.at = time.monotonic() + seconds
+        self._now = time.monotonic if clock is None else clock.now
+        self.at = self._now() + seconds
 
     def extended(self, seconds: float) -> Deadline:
         """Return a deadline this many seconds after this one."""
         other = Deadline(self.seconds + seconds)
-        other.at = self.at + seconds
+        other.at, other._now = self.at + seconds, self._now
         return other
 
     def remaining(self) -> float:
         """Return the seconds left, at least 0."""
-        return max(0.0, self.at - time.monotonic())
+        return max(0.0, self.at - self._now())
 
     def passed(self) -> bool:
         """Return whether no time is left."""
-        return time.monotonic() >= self.at
+        return self._now() >= self.at
 
     def sleep_seconds(self) -> float:
         """Return how long to sleep before the next check, in seconds."""
