@@ -13,8 +13,9 @@ import torch
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, Raised, errors_of_survivors
-from torchdist_ref.membership.liveness import Presence, process_identity
+from torchdist_ref.membership.liveness import process_identity
 from torchdist_ref.membership.member_failures import MemberFailures
+from torchdist_ref.membership.presence import Presence
 from torchdist_ref.stores import FileStore, PrefixStore
 
 # A loose bound: a test on a busy machine must not be a timer. Without the witness the time-out ends the calls.

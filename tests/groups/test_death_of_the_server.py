@@ -14,7 +14,8 @@ import torch
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.ports import reserve_port
-from torchdist_ref.membership.meeting import Meeting
+from torchdist_ref.membership.presence import Presence
+from torchdist_ref.membership.rounds import Attendance, Round
 from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.stores import PrefixStore
 
@@ -58,14 +59,15 @@ def test_its_death_before_a_group_is_made_is_named(name: str, members: list[int]
 def test_its_death_in_the_initialization_is_named(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have read only the round of rank 0, which tells its process."""
     port, gate = reserve_port(), multiprocessing.get_context("fork").Barrier(2)
-    greet = Meeting._greet
+    enter = Attendance.enter
 
-    def greet_a_dead_rank_0(self: Meeting, watch: Any, opened: Any, deadline: Any) -> bool:
-        gate.wait(20)
-        os.kill(opened.pid, signal.SIGKILL)
-        return greet(self, watch, opened, deadline)
+    def enter_round_of_a_dead_rank_0(self: Attendance, opened: Round) -> None:
+        if self.rank != 0:
+            gate.wait(20)
+            os.kill(opened.pid, signal.SIGKILL)
+        enter(self, opened)
 
-    monkeypatch.setattr(Meeting, "_greet", greet_a_dead_rank_0)
+    monkeypatch.setattr(Attendance, "enter", enter_round_of_a_dead_rank_0)
     found = errors_of_survivors(lambda number: initialize((number - CULPRIT) % WORLD, port, hosts))
     for number in SURVIVORS:
         text = found[number].text
@@ -88,14 +90,19 @@ def test_its_end_before_it_opens_a_round_is_named(ends: str, monkeypatch: pytest
             all_looked.wait(20)
         return found
 
-    def end_first(*_: Any) -> None:
-        all_looked.wait(20)
-        if ends == "dies":
-            end()
-        raise MemoryError
+    announce = Presence.announcement
+
+    def end_first(presence: Presence) -> dict[str, str]:
+        own = announce(presence)
+        if "present/0" in own:
+            all_looked.wait(20)
+            if ends == "dies":
+                end()
+            raise MemoryError
+        return own
 
     monkeypatch.setattr(PrefixStore, "get_if_present", look_at_once)
-    monkeypatch.setattr(Meeting, "_collect", end_first)
+    monkeypatch.setattr(Presence, "announcement", end_first)
     found = errors_of_survivors(lambda number: initialize((number - CULPRIT) % WORLD, port, "AAA"))
     for number, error in found.items():
         assert f"init_process_group on rank {(number - CULPRIT) % WORLD}: TCPStore: the server at " in error.text

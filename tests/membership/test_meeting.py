@@ -20,6 +20,7 @@ from tests.stores.store_helpers import server, torch_tcp
 from torchdist_ref import timeouts
 from torchdist_ref.membership.liveness import host_identity
 from torchdist_ref.membership.meeting import Meeting
+from torchdist_ref.membership.rounds import OPEN, Round
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run
@@ -235,7 +236,7 @@ def test_a_rank_learns_the_nonce_of_rank_0_before_it_greets() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [(meetings[0].nonce, False)]
+    assert seen == [(meetings[0].seat.nonce, False)]
 
 
 def initialize_under_agents(rank: int, port: int, restarts: int, world: int = 2) -> None:
@@ -315,66 +316,34 @@ def test_restarted_ranks_meet_whatever_the_attempt_before_has_left(started: int)
     server.close()
 
 
-class CountingStore(HashStore):
-    """Store that counts how often the round is read, and looked for."""
-
-    reads = looks = 0
-
-    def compare_set(self, key: Any, expected_value: Any, desired_value: Any) -> bytes:
-        self.looks += key == "world/round"
-        return super().compare_set(key, expected_value, desired_value)
-
-    def get(self, key: Any) -> bytes:
-        self.reads += key == "world/round"
-        return super().get(key)
-
-
 @pytest.mark.parametrize(("key", "value"), [("met", "nonce another"), ("failure", "0|RankDiedError|killed")])
 def test_a_rank_waits_for_the_next_round_if_an_old_one_is_not_its_own(key: str, value: str) -> None:
-    store, prefixes = CountingStore(), {}
-    store.multi_set(["world/round", f"world/old/{key}"], ["old|open|2|1|elsewhere", value])
+    """Under an agent rank 1 doubts the failure of a round that was there before it, and rank 0 replaces the round."""
+    store, prefixes, entered = HashStore(), {}, threading.Event()
+    store.multi_set(["world/round", f"world/old/{key}"], [Round("old", OPEN, 2, 1, "elsewhere").encode(), value])
 
     def meet(rank: int) -> None:
         meeting = Meeting(store, rank, 2, has_agent=True)
-        with meeting.watched(20.0):
+        with meeting.watched(SOON, on_round=lambda nonce: entered.set()):
             prefixes[rank] = meeting.store.prefix
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, 0)]
     threads[0].start()
-    while threads[0].is_alive() and not (store.reads > 1 or (key == "met" and store.check(["world/old/present/1"]))):
-        time.sleep(0.001)
+    assert entered.wait(SOON)
     threads[1].start()
     for thread in threads:
         thread.join()
     assert prefixes[0] == prefixes[1] != "world/old"
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_the_end_of_a_rank_0_of_this_world_is_believed_at_once(waits: bool) -> None:
-    """Rank 1 finds the round of a living process, or waits for it. With an agent it doubts older rounds for ever."""
-    store, died, errors = CountingStore(), "0|RankDiedError|its process has ended", []
-
-    def meet() -> None:
-        try:
-            with Meeting(store, 1, 2, has_agent=True).watched(20.0):
-                pass
-        except dist.RankDiedError as error:
-            errors.append(str(error))
-
-    def open_round() -> None:
-        store.multi_set(["world/round", "world/new/failure"], [f"new|open|2|{pid}|{host}", died])
-
-    pid, host = (1, "elsewhere") if waits else (os.getpid(), host_identity())
-    thread = threading.Thread(target=meet)
-    if not waits:
-        open_round()
-    thread.start()
-    if waits:
-        while not store.looks:
-            time.sleep(0.001)
-        open_round()
-    thread.join()
-    assert errors == ["init_process_group on rank 1: rank 0 failed: its process has ended"]
+def test_the_end_of_a_living_rank_0_is_believed_at_once() -> None:
+    """With an agent a rank doubts the failures of older rounds for ever. The round of a living process is none."""
+    store = HashStore()
+    opened = Round("new", OPEN, 2, os.getpid(), host_identity()).encode()
+    store.multi_set(["world/round", "world/new/failure"], [opened, "0|RankDiedError|its process has ended"])
+    with pytest.raises(dist.RankDiedError) as raised, Meeting(store, 1, 2, has_agent=True).watched(SOON):
+        pass
+    assert str(raised.value) == "init_process_group on rank 1: rank 0 failed: its process has ended"
 
 
 def test_a_rank_other_than_0_names_those_that_did_not_join() -> None:

@@ -146,10 +146,11 @@ def init_process_group(
             raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
         else:
             meeting = meet_on(store, rank, world_size)
+        seat = meeting.seat
         world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
-        members, options = tuple(range(meeting.size)), (pg_options, device_id)
-        rank_and_size = (0, 1) if alone else (meeting.rank, meeting.size)
-        keys = KeyAgreement(meeting.store, *rank_and_size, world.on_close, nonce=meeting.nonce)
+        members, options = tuple(range(seat.size)), (pg_options, device_id)
+        rank_and_size = (0, 1) if alone else (seat.rank, seat.size)
+        keys = KeyAgreement(meeting.store, *rank_and_size, world.on_close, nonce=seat.nonce)
         compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
         with meeting.watched(seconds, alone, keys.own, keys.awaited, compared, keys.connect) as watch:
             with watch.published():
@@ -157,7 +158,7 @@ def init_process_group(
             world.store = sealed.over(meeting.store)
             name, own_store = group_name or "world", _next_store(world)
             world.default = make_group(
-                watch, own_store, chosen, name, members, meeting.rank, seconds, options, agreed=True
+                watch, own_store, chosen, name, members, seat.rank, seconds, options, agreed=True
             )
         world.add(world.default)
         share(world)

@@ -19,7 +19,6 @@ import os
 import select
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -430,131 +429,6 @@ def parse_process(text: str) -> tuple[int, int]:
     """Return the number and the witness of a process, as `process_identity` ends with them."""
     pid, _, witness = text.partition(":")
     return int(pid), int(witness or 0)
-
-
-class Presence:
-    """Processes of the ranks that are about to form a world, as far as they have announced themselves in the store.
-
-    Only the processes of this host are watched. A store server reports the others: see `Store.set_on_disconnect`.
-
-    Args:
-        store: Store of the meeting, in which every rank announces its process.
-        rank: This rank.
-        size: Number of ranks.
-        others: Ranks to look for; all by default.
-        nonce: Text that tells this announcement from others of the rank.
-        backend: Backend that the ranks are to agree on; empty if they need not.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        others: Sequence[int] | None = None,
-        nonce: str = "",
-        backend: str = "",
-    ) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._nonce, self._backend = nonce, backend.replace("|", "/")
-        self._other_size: MismatchError | None = None
-        self._unknown = deque[int]()
-        self.look_for(range(size) if others is None else others)
-        self._processes = PeerProcesses({})
-
-    def announcement(self) -> dict[str, str]:
-        """Return key and value that announce the process of this rank."""
-        facts = host_identity(), _own_process(), str(self._size), self._backend, self._nonce
-        return {f"present/{self._rank}": "|".join(facts)}
-
-    def is_announced(self) -> bool:
-        """Return whether the store has the announcement of this process, and no later one of the same rank."""
-        [(key, value)] = self.announcement().items()
-        return self._store.get_if_present(key) == value.encode()
-
-    def look_for(self, ranks: Sequence[int]) -> None:
-        """Look for these ranks too."""
-        self._unknown.extend(other for other in ranks if other != self._rank)
-
-    def nonce_in(self, rank: int, announcement: bytes) -> str:
-        """Return the nonce in the announcement of a rank.
-
-        Announcements are not authenticated. A wrong one makes ranks fail or wait, and nothing else.
-
-        Raises:
-            MismatchError: The rank has another world size or another backend.
-        """
-        _, _, _, size, backend, nonce = _parse_announcement(announcement)
-        self._compare_size(rank, size)
-        if self._other_size is not None:
-            raise self._other_size
-        if backend != self._backend:
-            raise backend_mismatch("init_process_group", (rank, backend), (self._rank, self._backend))
-        return nonce
-
-    def _compare_size(self, rank: int, size: int) -> None:
-        if size != self._size:
-            self._other_size = size_mismatch({self._rank: self._size, rank: size})
-
-    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """Return the error for the first of some ranks whose process has ended or whose world size differs, or None."""
-        with contextlib.suppress(RuntimeError):
-            self._find()
-        if self._other_size is not None:
-            return self._other_size
-        for rank in self._processes.dead():
-            if rank in ranks:
-                ending = self._processes.ending(rank)
-                text = f"{description} on rank {self._rank}: rank {rank} died ({ending}). Start again."
-                return RankDiedError(text).naming([rank])
-        return None
-
-    def _find(self) -> None:
-        """Look for the next announcements; a few at a time, since each costs a request."""
-        for _ in range(min(_PRESENCE_CHECKS, len(self._unknown))):
-            rank = self._unknown.popleft()
-            if (found := self._announced(rank)) is None:
-                self._unknown.append(rank)
-                continue
-            host, pid, witness, size = found
-            self._compare_size(rank, size)
-            if host == host_identity():
-                self._processes.watch(rank, pid, witness)
-
-    def _announced(self, rank: int) -> tuple[str, int, int, int] | None:
-        """Return host, process id, witness and world size that a rank has announced; None if it has not yet."""
-        found = self._store.get_if_present(f"present/{rank}")
-        return None if found is None else _parse_announcement(found)[:4]
-
-    def is_another_process(self) -> bool:
-        """Return whether another living process of this host has announced itself as this rank."""
-        host, pid, _, _ = self._announced(self._rank) or ("", 0, 0, 0)
-        if host != host_identity() or pid == os.getpid():
-            return False
-        with contextlib.closing(PeerProcesses({self._rank: pid})) as processes:
-            return not processes.dead()
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        self._processes.close()
-
-
-def _parse_announcement(value: bytes) -> tuple[str, int, int, int, str, str]:
-    """Return host, process id, witness, world size, backend and nonce of an announcement.
-
-    Raises:
-        RendezvousError: It is none.
-    """
-    try:
-        host, process, size, backend, nonce = value.decode().rsplit("|", 4)
-        pid, witness = parse_process(process)
-        if not 0 < pid <= _MAX_PID or not 0 <= witness <= _MAX_WITNESS:
-            raise ValueError(process)
-        return host, pid, witness, int(size), backend, nonce
-    except ValueError:
-        raise RendezvousError(
-            f"init_process_group: {value!r} announces no rank. Another program writes to the store."
-        ) from None
 
 
 def size_mismatch(sizes: Mapping[int, int]) -> MismatchError:

@@ -1,20 +1,13 @@
 """Meeting: how the ranks of one initialization find each other, on a store that other initializations may use too.
 
-Rank 0 opens a round: it draws a nonce, and publishes it in the one key that all initializations share. All keys of the
-world lie under that nonce, so no key of another attempt has the same name. Each other rank reads the nonce and greets
-rank 0 under it, with a nonce of its own. When all have greeted, rank 0 publishes the list of their nonces and closes
-the round. A rank that finds its own nonce in the list has met the others; until then it follows every new round.
+`rounds` describes what ranks publish and decides, as values and without any wait. Here a `Meeting` does it on a store:
+it opens or looks for a round, announces this rank, waits, and finds out why ranks will not come.
 
-Why that is right: a list with a rank's nonce was written after that rank had greeted. So rank 0 was in the meeting
-then, and so was each rank of the list. A round that a dead rank 0 left open gets no list, and the next rank 0 replaces
-it. A failure that the first check of a round finds may be that of an earlier attempt: the rank waits for another round
-before it raises. Under an agent it waits as long as it may, since the agent ends the ranks of a failed attempt.
-
-Two processes with the same rank overwrite each other's greeting, or each other's round. The one that finds this out
+Two processes with the same rank overwrite each other's announcement, or each other's round. The one that finds this out
 publishes it. Such checks are made only by ranks that wait, so they cost an undisturbed initialization nothing.
 
-Each step is one request: the greeting goes with the wait for the list, and what ranks need to know of each other next
-(`published` and `awaited` of a `Meeting`) goes with both.
+Each step is one request: the announcement goes with the wait for the list of those who have met, and what ranks need to
+know of each other next (`published` and `awaited`) goes with both.
 
 `ref` inside torch meets here as well, for its world and for groups beside worlds of other backends. Do not add the
 creation of groups (`groups.creation`) or rendezvous methods (`rendezvous`) here.
@@ -31,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -53,10 +45,18 @@ from torchdist_ref.errors import (
 from torchdist_ref.membership.liveness import (
     MemberWatch,
     PeerProcesses,
-    Presence,
     host_identity,
     read_failure,
     size_mismatch,
+)
+from torchdist_ref.membership.presence import Presence
+from torchdist_ref.membership.rounds import (
+    CLOSED,
+    DOUBT_UNDER_AGENT,
+    LEAVE_SECONDS,
+    OPEN,
+    Attendance,
+    Round,
 )
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import HashStore, PrefixStore, Store
@@ -68,8 +68,6 @@ from torchdist_ref.timeouts import CHECK_SECONDS, STORE_TIMEOUT, Deadline, LongW
 log = logging.getLogger("torchdist_ref.groups")
 _RECONNECT_SECONDS = 0.001
 _FIRST_PAUSE_SECONDS = 0.0002
-_LEAVE_SECONDS = 0.3
-"""Time that the last process with this rank, or a failed attempt, has to end or to be replaced."""
 _HOLDER_TIMEOUT = timedelta(seconds=1)
 _OPERATION = "init_process_group"
 _WORLDS = "world"
@@ -79,51 +77,17 @@ _own_nonces: deque[tuple[str, int]] = deque(maxlen=1024)
 os.register_at_fork(after_in_child=_own_nonces.clear)
 
 
-class Round(NamedTuple):
-    """Content of the key that all initializations on a store share.
-
-    Attributes:
-        nonce: Name of the world.
-        state: "open", or "closed" once all ranks have met.
-        size: World size of rank 0.
-        pid: Process of rank 0.
-        host: Host of that process.
-    """
-
-    nonce: str
-    state: str
-    size: int
-    pid: int
-    host: str
-
-    @classmethod
-    def parse(cls, value: bytes) -> Round:
-        """Return the round that a value describes.
-
-        Raises:
-            RendezvousError: It describes none.
-        """
-        try:
-            nonce, state, size, pid, host = value.decode().split("|", 4)
-            return cls(nonce, state, int(size), int(pid), host)
-        except ValueError:
-            raise RendezvousError(
-                f"{_OPERATION}: the store has {value!r} where rank 0 announces a world. Another program writes to it."
-            ) from None
-
-    def is_of_living_process(self) -> bool:
-        """Return whether the process of rank 0 runs on this host. False for one of another host."""
-        if self.host != host_identity():
-            return False
-        with closing(PeerProcesses({0: self.pid})) as rank_0:
-            return not rank_0.dead()
-
-    def __str__(self) -> str:
-        return "|".join(map(str, self))
-
-
 class _RoundReplaced(Exception):
     """End of a wait: rank 0 has opened another round."""
+
+
+class _Exchange(NamedTuple):
+    """Entries that ranks exchange with the requests of their meeting; see `Meeting.watched`."""
+
+    published: Mapping[str, str | bytes]
+    awaited: Sequence[str]
+    backend: str
+    on_round: Callable[[str], None]
 
 
 class Meeting:
@@ -142,11 +106,10 @@ class Meeting:
 
     Attributes:
         store: The part of the store for this world, once `watched` has yielded; the whole store before.
-        rank: This rank.
-        size: Number of ranks.
-        nonce: Random number of this rank; if it is rank 0, that of the round that it opens.
+        seat: State of this rank: its number, its nonce, and the round in which it is.
         values: Values of the awaited keys, once `watched` has yielded; None if it waits for no other rank.
-        store_is_new: Whether the store had no round when this rank first looked: no earlier world has used it.
+        store_is_new: Whether the store had no round when this rank first looked: no earlier world has used it. None
+            before it has looked.
     """
 
     def __init__(
@@ -162,25 +125,19 @@ class Meeting:
         nonce: str = "",
     ) -> None:
         self.store: Store = store
-        self._operation, self._members = operation, range(size) if members is None else members
-        self.rank, self.size, self._began = rank, size, monotonic() if began is None else began
-        self._whole, self._outlives_worlds, self._has_agent = store, outlives_worlds, has_agent
-        self._worlds = PrefixStore(_WORLDS, store)
-        self.nonce = nonce or secrets.token_hex(16)
-        self._round = ""
-        self._found: Round | None = None
-        self._looked, self._inherited = False, ""
-        self.store_is_new = False
-        self._missed: set[str] = set()
-        self._published: Mapping[str, str | bytes] = {}
-        self._awaited: Sequence[str] = ()
-        self._on_round: Callable[[str], None] = lambda nonce: None
-        self._backend = ""
+        self.seat = Attendance(rank, size, nonce or secrets.token_hex(16))
+        if has_agent:
+            self.seat.doubt_seconds = DOUBT_UNDER_AGENT
         self.values: list[bytes] | None = None
-        self._presence: Presence | None = None
-        self._met = False
-        self._doubtful_until: float | None = None
-        self._long_wait = LongWait()
+        self.store_is_new: bool | None = None
+        self._whole, self._outlives_worlds = store, outlives_worlds
+        self._operation, self._members = operation, range(size) if members is None else members
+        self._began = monotonic() if began is None else began
+        self._next: Round | None = None
+
+    @property
+    def _worlds(self) -> PrefixStore:
+        return PrefixStore(_WORLDS, self._whole)
 
     @contextmanager
     def watched(
@@ -200,57 +157,62 @@ class Meeting:
             published: Keys of this world and values to set when this rank announces itself.
             awaited: Keys of this world that all ranks or rank 0 publish, whose values this rank needs.
             backend: Name of the backend, which has to be the same on all ranks.
-            on_round: Function that gets the nonce of a round that rank 0 has opened, before this rank greets there.
+            on_round: Function that gets the nonce of a round that rank 0 has opened, before this rank announces itself
+                there.
         """
-        self._published, self._awaited, self._backend = published or {}, awaited, backend
-        self._on_round = on_round
+        exchange = _Exchange(published or {}, awaited, backend, on_round)
+        rank = self.seat.rank
         if alone:
             part = self.store = self._part(self._new_round())
-            for key, value in self._published.items():
+            for key, value in exchange.published.items():
                 part.set(key, value)
-            yield MemberWatch(part, self.rank, self._members, self._operation, lambda ranks, description: None)
+            yield MemberWatch(part, rank, self._members, self._operation, lambda ranks, description: None)
             return
         deadline = Deadline(seconds)
         while True:
-            opened = self._new_round() if self.rank == 0 else self._find_round(deadline)
-            meet = self._collect if self.rank == 0 else self._greet
-            with self._prepared(opened) as watch:
+            opened = self._new_round() if rank == 0 else self._find_round(deadline)
+            meet = self._collect if rank == 0 else self._greet
+            with self._entered(opened, backend) as (watch, presence):
                 with watch.published():
-                    met = meet(watch, opened, deadline)
+                    met = meet(opened, watch, presence, exchange, deadline)
                 if met:
                     self.store = self._part(opened)
                     yield watch
                     return
-            self._missed.add(opened.nonce)
+            self.seat.leave()
 
     def _part(self, opened: Round) -> PrefixStore:
         return PrefixStore(f"{_WORLDS}/{opened.nonce}", self._whole)
 
     @contextmanager
-    def _prepared(self, opened: Round) -> Iterator[MemberWatch]:
+    def _entered(self, opened: Round, backend: str) -> Iterator[tuple[MemberWatch, Presence]]:
         """Prepare the announcement of this rank in a round; at the end, withdraw what the server publishes for it."""
-        part = self._part(opened)
+        seat, part = self.seat, self._part(opened)
+        seat.enter(opened)
+        _own_nonces.append((opened.nonce, seat.rank))
+        # What rank 0 finds out about the others it publishes. An old round has old announcements.
+        others = range(1, seat.size) if seat.rank == 0 else range(1)
+        presence = Presence(part, seat.rank, seat.size, others, seat.nonce, backend)
+        find = partial(self._failure, opened, presence)
         absent = partial(self._absent, opened)
-        watch = MemberWatch(part, self.rank, self._members, self._operation, self._failure, find_absent=absent)
-        # What rank 0 finds out about the others it publishes. An old round has old greetings.
-        others = range(1, self.size) if self.rank == 0 else range(1)
-        self._presence = Presence(part, self.rank, self.size, others, self.nonce, self._backend)
-        self._doubtful_until, self._met = None, False
-        self._round = str(opened)
-        _own_nonces.append((opened.nonce, self.rank))
-        with closing(self._presence):
-            yield watch
-            watch.withdraw("" if self._outlives_worlds else _left(self.rank))
+        watch = MemberWatch(part, seat.rank, self._members, self._operation, find, find_absent=absent)
+        with closing(presence):
+            yield watch, presence
+            watch.withdraw("" if self._outlives_worlds else _left(seat.rank))
 
     def _announce(
-        self, watch: MemberWatch, opened: Round, store: WatchedStore, keys: list[str], deadline: Deadline
+        self,
+        opened: Round,
+        watch: MemberWatch,
+        announcement: Mapping[str, str | bytes],
+        store: WatchedStore,
+        keys: Sequence[str],
+        deadline: Deadline,
     ) -> list[bytes]:
         """Announce this rank, publish the round if this is rank 0, and wait for keys of the round."""
-        assert self._presence is not None
-        own = {**self._presence.announcement(), **self._published}
-        announced = {f"{opened.nonce}/{key}": value for key, value in own.items()}
-        if self.rank == 0:
-            announced[_ROUND] = self._round
+        announced = {f"{opened.nonce}/{key}": value for key, value in announcement.items()}
+        if self.seat.rank == 0:
+            announced[_ROUND] = opened.encode()
         key, text = watch.on_disconnect()
         awaited, remaining = [f"{opened.nonce}/{key}" for key in keys], timedelta(seconds=deadline.remaining())
         try:
@@ -259,127 +221,122 @@ class Meeting:
             raise self._stalled(self._absent(opened) or [0]) from error
 
     def _absent(self, opened: Round) -> list[int]:
-        return [rank for rank in range(self.size) if not self._worlds.check([f"{opened.nonce}/present/{rank}"])]
+        worlds = self._worlds
+        return [rank for rank in range(self.seat.size) if not worlds.check([f"{opened.nonce}/present/{rank}"])]
 
-    def _log_long_wait(self) -> None:
+    def _log_if_due(self, wait: LongWait) -> None:
         """Log that there is no round yet, when this rank has waited long. In a round, its watch does that."""
-        if self._long_wait.is_due():
+        if wait.is_due():
             text = "%s on rank %d has waited %g s for %s. Each of its %d ranks has to call it."
-            rank_0 = rank_names([0], self._members)
-            log.warning(text, self._operation, self._members[self.rank], self._long_wait.seconds, rank_0, self.size)
+            rank_0, here = rank_names([0], self._members), self._members[self.seat.rank]
+            log.warning(text, self._operation, here, wait.seconds, rank_0, self.seat.size)
 
     def _stalled(self, absent: Sequence[int] = (0,)) -> RankStalledError:
         return RankStalledError(
-            f"{self._operation} on rank {self._members[self.rank]}: {rank_names(absent, self._members)} of {self.size} "
-            f"did not join in time. Every rank has to call it.{advice_on_loopback(innermost(self._whole))}"
+            f"{self._operation} on rank {self._members[self.seat.rank]}: {rank_names(absent, self._members)} of "
+            f"{self.seat.size} did not join in time. Every rank has to call it."
+            f"{advice_on_loopback(innermost(self._whole))}"
         )
 
     # Rank 0
 
     def _new_round(self) -> Round:
-        return Round(self.nonce, "open", self.size, os.getpid(), host_identity())
+        return Round(self.seat.nonce, OPEN, self.seat.size, os.getpid(), host_identity())
 
-    def _collect(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
-        """Wait for the greetings, publish the list of them, and close the round."""
-        assert self._presence is not None
-        others = range(1, self.size)
+    def _collect(
+        self, opened: Round, watch: MemberWatch, presence: Presence, exchange: _Exchange, deadline: Deadline
+    ) -> bool:
+        """Wait for the announcements, publish the list of them, and close the round."""
+        others = range(1, self.seat.size)
         store = WatchedStore(_WORLDS, self._whole, watch.failure)
-        keys = [f"present/{rank}" for rank in others]
-        values = self._announce(watch, opened, store, [*keys, *self._awaited], deadline)
-        greetings, self.values = values[: len(keys)], values[len(keys) :]
-        nonces = [self._presence.nonce_in(*each) for each in zip(others, greetings, strict=True)]
-        closed = str(opened._replace(state="closed"))
-        published = {f"{opened.nonce}/{_MET}": " ".join([self.nonce, *nonces]), _LAST_MET: closed}
-        if self._worlds.set_and_compare_set(published, _ROUND, self._round, closed).decode() != closed:
+        keys = [*(f"present/{rank}" for rank in others), *exchange.awaited]
+        own = {**presence.announcement(), **exchange.published}
+        values = self._announce(opened, watch, own, store, keys, deadline)
+        self.values = values[len(others) :]
+        nonces = [self.seat.nonce, *(presence.nonce_in(rank, values[rank - 1]) for rank in others)]
+        closed = opened._replace(state=CLOSED).encode()
+        published: dict[str, str | bytes] = {f"{opened.nonce}/{_MET}": " ".join(nonces), _LAST_MET: closed}
+        if self._worlds.set_and_compare_set(published, _ROUND, opened.encode(), closed) != closed:
             raise self._claimed_twice()
-        self._met = True
-        return True
+        return self.seat.listed(nonces)
 
     # Other ranks
 
     def _find_round(self, deadline: Deadline) -> Round:
         """Wait for an open round that has not missed this rank."""
-        pause = _FIRST_PAUSE_SECONDS
+        pause, wait = _FIRST_PAUSE_SECONDS, LongWait()
         while True:
-            opened, self._found = self._found or self._read_round(deadline), None
-            if opened.state == "open" and opened.nonce not in self._missed:
+            opened, self._next = self._next or self._read_round(deadline, wait), None
+            if self.seat.accepts(opened):
                 return opened
             if (error := self.find_claimant(opened)) is not None:
                 raise error
             if deadline.passed():
                 raise self._stalled()
-            self._log_long_wait()
+            self._log_if_due(wait)
             sleep(pause)
             pause = min(2 * pause, CHECK_SECONDS)
 
-    def _read_round(self, deadline: Deadline) -> Round:
-        looked, self._looked = self._looked, True
-        if not looked:
-            if (found := self._worlds.get_if_present(_ROUND)) is not None:
-                return self._inherit(Round.parse(found))
-            self.store_is_new = True
-        worlds = WatchedStore(_WORLDS, self._whole, self._log_long_wait)
+    def _read_round(self, deadline: Deadline, wait: LongWait) -> Round:
+        if self.store_is_new is None:
+            found = self._worlds.get_if_present(_ROUND)
+            self.store_is_new = found is None
+            if found is not None:
+                opened = Round.parse(found)
+                # A server of rank 0 has no older round.
+                self.seat.found(opened, self._outlives_worlds and not _is_of_living_process(opened))
+                return opened
+        worlds = WatchedStore(_WORLDS, self._whole, lambda: self._log_if_due(wait))
         try:
             return Round.parse(worlds.wait_get([_ROUND], timedelta(seconds=deadline.remaining()))[0])
         except StoreTimeoutError as error:
             raise self._stalled() from error
 
-    def _inherit(self, opened: Round) -> Round:
-        """Return a round that was open before this rank looked, after noting whether its rank 0 may have ended."""
-        # A server of rank 0 has no older round.
-        if self._outlives_worlds and not opened.is_of_living_process():
-            self._inherited = opened.nonce
-        return opened
-
-    def _greet(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
+    def _greet(
+        self, opened: Round, watch: MemberWatch, presence: Presence, exchange: _Exchange, deadline: Deadline
+    ) -> bool:
         """Wait for the list of those who have met; return whether this rank's nonce is in it."""
-        assert self._presence is not None
-        store = WatchedStore(_WORLDS, self._whole, lambda: self._failure_or_new_round(watch))
-        self._on_round(opened.nonce)
+        store = WatchedStore(_WORLDS, self._whole, partial(self._failure_or_new_round, watch))
+        exchange.on_round(opened.nonce)
+        own = {**presence.announcement(), **exchange.published}
         try:
-            found, *self.values = self._announce(watch, opened, store, [_MET, *self._awaited], deadline)
+            found, *self.values = self._announce(opened, watch, own, store, [_MET, *exchange.awaited], deadline)
         except _RoundReplaced:
             return False
-        met = found.decode().split()
-        self._met = met[self.rank : self.rank + 1] == [self.nonce]
-        self._presence.look_for(range(1, self.size))
-        return self._met
+        presence.look_for(range(1, self.seat.size))
+        return self.seat.listed(found.decode().split())
 
     def _failure_or_new_round(self, watch: MemberWatch) -> BaseException | None:
         """Return why this rank need not wait for the list any more; None while it has to."""
-        own = Round.parse(self._round.encode()).nonce
         with suppress(RuntimeError):
-            if Round.parse(self._worlds.get(_ROUND)).nonce != own:
+            if self.seat.is_replaced_by(Round.parse(self._worlds.get(_ROUND))):
                 return _RoundReplaced()
         failure = watch.failure()
-        if self._doubtful_until is None:
-            # A round that was opened while this rank waited is no old one.
-            certain = failure is None or own != self._inherited
-            self._doubtful_until = monotonic() + (0.0 if certain else inf if self._has_agent else _LEAVE_SECONDS)
-        return failure if monotonic() >= self._doubtful_until else None
+        return failure if self.seat.believes(failure is not None, monotonic()) else None
 
     # Failures
 
-    def _failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+    def _failure(
+        self, opened: Round, presence: Presence, ranks: Sequence[int], description: str
+    ) -> BaseException | None:
         """Return the error for a rank that was claimed twice, has another world size, or has died; None without."""
-        assert self._presence is not None
+        rank = self.seat.rank
         with suppress(RuntimeError):
-            if not self._met and (error := self._second_claim()) is not None:
+            if not self.seat.met and (error := self._second_claim(opened, presence)) is not None:
                 return error
-        if (failure := self._presence.failure(ranks, description)) is not None or self.rank == 0:
+        if (failure := presence.failure(ranks, description)) is not None or rank == 0:
             return failure
         # The store may end with rank 0 before this rank has read its announcement.
-        opened = Round.parse(self._round.encode())
-        if opened.host != host_identity() or opened.is_of_living_process():
+        if opened.host != host_identity() or _is_of_living_process(opened):
             return None
         ending = f"pid {opened.pid} on {os.uname().nodename} has ended"
-        return RankDiedError(f"{description} on rank {self.rank}: rank 0 died ({ending}). Start again.")
+        return RankDiedError(f"{description} on rank {rank}: rank 0 died ({ending}). Start again.")
 
-    def _second_claim(self) -> Exception | None:
-        assert self._presence is not None
-        if self.rank != 0:
-            return None if self._presence.is_announced() else self._claimed_twice()
-        if (found := self._worlds.get(_ROUND)) == self._round.encode():
+    def _second_claim(self, opened: Round, presence: Presence) -> Exception | None:
+        """Return the error for another process with this rank in the round; None without."""
+        if self.seat.rank != 0:
+            return None if presence.is_announced() else self._claimed_twice()
+        if (found := self._worlds.get(_ROUND)) == opened.encode():
             last = self._worlds.get_if_present(_LAST_MET)
             return None if last is None else self.find_claimant(Round.parse(last))
         # The ranks that have seen the other round learn of it there.
@@ -392,24 +349,25 @@ class Meeting:
 
         Either another process has this rank in it, or rank 0 has another world size.
         """
-        if opened.state == "open" and opened.nonce not in self._missed:
+        rank, size = self.seat.rank, self.seat.size
+        if self.seat.accepts(opened):
             return None
         earlier = self._part(opened)
         if isinstance(known := read_failure(earlier, self._operation), RendezvousError):
             return known
         # A process that is about to end or to leave needs a moment.
-        if monotonic() < self._began + _LEAVE_SECONDS:
+        if monotonic() < self._began + LEAVE_SECONDS:
             return None
-        if not earlier.check([_left(self.rank)]) and Presence(earlier, self.rank, self.size).is_another_process():
+        if not earlier.check([_left(rank)]) and Presence(earlier, rank, size).is_another_process():
             return self._claimed_twice()
-        if opened.size == self.size or earlier.check([_left(0)]):
+        if opened.size == size or earlier.check([_left(0)]):
             return None
         of_rank_0 = Presence(earlier, 0, opened.size)
-        return size_mismatch({0: opened.size, self.rank: self.size}) if of_rank_0.is_another_process() else None
+        return size_mismatch({0: opened.size, rank: size}) if of_rank_0.is_another_process() else None
 
     def _claimed_twice(self) -> RendezvousError:
         return RendezvousError(
-            f"{self._operation}: two processes claim rank {self.rank} of {self.size}; one of them is pid "
+            f"{self._operation}: two processes claim rank {self.seat.rank} of {self.seat.size}; one of them is pid "
             f"{os.getpid()} on {os.uname().nodename}. "
             f"Give each process a rank of its own: RANK, or the argument 'rank'."
         )
@@ -422,27 +380,35 @@ class Meeting:
         Raises:
             RendezvousError: It is that of other processes of this host that stay.
         """
-        opened = self._read_round(deadline)
-        is_old = opened.state == "closed" or (opened.nonce, self.rank) in _own_nonces
+        opened = self._read_round(deadline, LongWait())
+        is_old = opened.state == CLOSED or (opened.nonce, self.seat.rank) in _own_nonces
         if is_old and not deadline.passed():
             if (claimant := self.find_claimant(opened)) is not None:
                 raise claimant
             return False
-        self._found = opened
+        self._next = opened
         return True
 
     def claim(self) -> None:
         """Replace an open round on the store of another rank 0, which then finds out that there are two."""
         found = self._worlds.get(_ROUND)
-        if Round.parse(found).state == "open":
-            self._worlds.compare_set(_ROUND, found, str(self._new_round()))
+        if Round.parse(found).state == OPEN:
+            self._worlds.compare_set(_ROUND, found, self._new_round().encode())
 
     def leave(self) -> None:
         """Delete this rank's presence, and release the keys of the world."""
         if self._outlives_worlds and isinstance(self.store, PrefixStore):
             with suppress(RuntimeError, OSError):
-                self.store.delete_key(f"present/{self.rank}")
-            KeyRange(self._whole, self.store.prefix, self.size).release()
+                self.store.delete_key(f"present/{self.seat.rank}")
+            KeyRange(self._whole, self.store.prefix, self.seat.size).release()
+
+
+def _is_of_living_process(opened: Round) -> bool:
+    """Return whether the process of rank 0 runs on this host. False for one of another host."""
+    if opened.host != host_identity():
+        return False
+    with closing(PeerProcesses({0: opened.pid})) as rank_0:
+        return not rank_0.dead()
 
 
 def _left(rank: int) -> str:
