@@ -14,7 +14,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
-from torchdist_ref.processes.control import program_end
+from torchdist_ref.processes import program_end
 from torchdist_ref.stores import FileStore
 
 ENDED = "the program of rank 1 ended without destroying the group"

@@ -18,7 +18,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
-from torchdist_ref.processes.control import program_end
+from torchdist_ref.processes import program_end
 from torchdist_ref.testing import fill
 
 # Threads of a group that run at the end may abort the process; once they did in three of four runs.

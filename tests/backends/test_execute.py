@@ -284,7 +284,7 @@ def lines_of_code(tree: ast.Module) -> int:
 
 def test_the_reference_executor_can_be_read() -> None:
     """A page of code and a loop that fits a screen, without functions made at run time, and without the fast one."""
-    from tests.test_budget import length
+    from tests.test_laws import length
 
     source = inspect.getsource(execute)
     tree = ast.parse(source)

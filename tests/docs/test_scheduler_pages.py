@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.test_job_environment import STARTED, environment
 
 from tests.docs import pages
 from tests.ports import reserve_port
+from tests.processes.test_job_environment import STARTED, environment
 
 HOW_TO = pages.DOCS / "how-to"
 # As srun does, for each task: its own number and those of its host and its place there.

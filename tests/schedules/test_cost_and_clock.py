@@ -12,10 +12,10 @@ import pytest
 from tests.schedules.formulas import A, B, G, M, formula, lg, network_of
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import (
-    Event,
     Move,
     Network,
     Schedule,
+    TraceEvent,
     algorithms,
     build,
     carry,
@@ -161,9 +161,9 @@ def test_events_have_rank_time_and_slots() -> None:
     trace = simulate(build("all_reduce", "direct", 2), 8, Network(alpha=1.0, beta=0.5, gamma=0.25))
     assert trace.total == 1 + 4 + 2 and len(trace) == 6
     assert trace[:3] == [
-        Event(1, "send", 0.0, 5.0, 0, 8.0, "data[0] +"),
-        Event(0, "recv", 0.0, 5.0, 1, 8.0, "data[0] +"),
-        Event(0, "reduce", 5.0, 7.0, 1, 8.0, "data[0] +"),
+        TraceEvent(1, "send", 0.0, 5.0, 0, 8.0, "data[0] +"),
+        TraceEvent(0, "recv", 0.0, 5.0, 1, 8.0, "data[0] +"),
+        TraceEvent(0, "reduce", 5.0, 7.0, 1, 8.0, "data[0] +"),
     ]
 
 

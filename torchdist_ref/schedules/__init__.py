@@ -43,13 +43,12 @@ from torchdist_ref.schedules.schedule import (
     carry,
     carry_run,
 )
-from torchdist_ref.schedules.simulate import Event, Network, Trace, simulate
+from torchdist_ref.schedules.simulate import Network, Trace, TraceEvent, simulate
 from torchdist_ref.schedules.verify import Violation, verify, violations
 
 __all__ = [
     "Contract",
     "Cost",
-    "Event",
     "Move",
     "Network",
     "Pattern",
@@ -59,6 +58,7 @@ __all__ = [
     "Schedule",
     "Slot",
     "Trace",
+    "TraceEvent",
     "Violation",
     "algorithms",
     "alongside",

@@ -17,7 +17,7 @@ from hashlib import sha256
 from html import escape
 
 from torchdist_ref.schedules.schedule import Message, Schedule, messages, picture
-from torchdist_ref.schedules.simulate import Event, Trace
+from torchdist_ref.schedules.simulate import Trace, TraceEvent
 
 GRAY, BLUE, ORANGE = "#767676", "#2b7bb9", "#c2571a"
 FONT = "font-family='ui-monospace,Menlo,Consolas,monospace' font-size='11'"
@@ -150,7 +150,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / scale:.3g} {unit}"
 
 
-def _event(event: Event, total: float) -> str:
+def _event(event: TraceEvent, total: float) -> str:
     third, color = THIRDS[event.kind]
     x = LEFT + TIMELINE_WIDTH * event.start / total
     width = TIMELINE_WIDTH * (event.end - event.start) / total

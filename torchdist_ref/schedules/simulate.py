@@ -35,7 +35,7 @@ MIN_REPRESENTED = 257
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """Interval in which one rank was busy with one message or reduction.
 
     Args:
@@ -58,7 +58,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Trace(Sequence[Event]):
+class Trace(Sequence[TraceEvent]):
     """Events of a run, and the time that the run took.
 
     Args:
@@ -73,7 +73,7 @@ class Trace(Sequence[Event]):
 
     title: str
     world: int
-    events: list[Event]
+    events: list[TraceEvent]
     total: float
     note: str = ""
 
@@ -81,13 +81,13 @@ class Trace(Sequence[Event]):
         return len(self.events)
 
     @overload
-    def __getitem__(self, index: int) -> Event: ...
+    def __getitem__(self, index: int) -> TraceEvent: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Event]: ...
-    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+    def __getitem__(self, index: slice) -> list[TraceEvent]: ...
+    def __getitem__(self, index: int | slice) -> TraceEvent | list[TraceEvent]:
         return self.events[index]
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TraceEvent]:
         return iter(self.events)
 
     def _repr_svg_(self) -> str:
@@ -143,7 +143,7 @@ class _Clock:
         self.local_ranks = _local_ranks(self.hosts)
         self.cards = dict.fromkeys(self.hosts, (0.0, 0.0)) if network.hosts else None
         self.ready = [0.0] * world
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
 
     def narrowed(self, period: int) -> bool:
         """Continue with the first ranks only, if all others have the same times; return whether they have."""
@@ -228,7 +228,7 @@ class _Clock:
     def _record(self, rank: int, kind: str, start: float, end: float, peer: int, nbytes: float, label: str) -> None:
         # With few ranks for all, the events of the others equal those of these.
         if rank < len(self.ready):
-            self.events.append(Event(rank, kind, start, end, peer, nbytes, label))
+            self.events.append(TraceEvent(rank, kind, start, end, peer, nbytes, label))
 
 
 def _local_ranks(hosts: Sequence[int]) -> list[int]:
