@@ -20,7 +20,7 @@ from torchdist_ref.membership.liveness import (
 )
 from torchdist_ref.membership.meeting import Meeting
 from torchdist_ref.membership.presence import Presence
-from torchdist_ref.membership.rounds import Announcement
+from torchdist_ref.membership.rounds import Attendee
 from torchdist_ref.stores import HashStore, PrefixStore
 
 
@@ -71,7 +71,7 @@ def test_a_rank_that_died_before_there_was_a_group_is_named_for_the_flight_recor
         os._exit(0)
     os.waitpid(pid, 0)
     [(key, value)] = Presence(HashStore(), 1, 2).announcement().items()
-    store.set(key, Announcement.parse(value.encode())._replace(pid=pid).encode())
+    store.set(key, Attendee.parse(value.encode())._replace(pid=pid).encode())
     with closing(Presence(store, 0, 2)) as presence:
         failure = presence.failure([1], "init_process_group")
     assert isinstance(failure, RankDiedError) and failure.ranks == (1,)
@@ -140,7 +140,7 @@ def test_processes_that_are_closed_during_a_look_are_released_after_it(
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])
 def test_an_announcement_of_no_process_is_none(pid: int) -> None:
     store = HashStore()
-    store.set("present/1", Announcement(host_identity(), pid, 0, 2, "", "n").encode())
+    store.set("present/1", Attendee(host_identity(), pid, 0, 2, "", "n").encode())
     with closing(Presence(store, 0, 2)) as presence:
         with pytest.raises(RendezvousError, match=f"{pid}.*announces no rank. Another program writes to the store"):
             presence.failure([1], "init_process_group")

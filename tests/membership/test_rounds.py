@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from torchdist_ref.errors import RendezvousError
-from torchdist_ref.membership.rounds import CLOSED, OPEN, Announcement, Attendance, Round
+from torchdist_ref.membership.rounds import CLOSED, OPEN, Attendance, Attendee, Round
 
 OLD, NEW = Round("old", OPEN, 3, 711, "node a"), Round("new", OPEN, 3, 802, "node b")
 FIRST_CHECK = 40.0
@@ -80,8 +80,8 @@ def test_a_rank_has_met_those_whose_list_has_its_nonce_at_its_place(nonces: list
 
 @pytest.mark.parametrize("host", ["node", "a|b", 'quote " and \\', "h\u00f6st"])
 def test_what_ranks_publish_is_read_as_it_was(host: str) -> None:
-    opened, announced = Round("4f", OPEN, 64, 7, host), Announcement(host, 4_194_304, 2**62, 64, "cpu:gloo|x", "5c")
-    assert Round.parse(opened.encode()) == opened and Announcement.parse(announced.encode().encode()) == announced
+    opened, announced = Round("4f", OPEN, 64, 7, host), Attendee(host, 4_194_304, 2**62, 64, "cpu:gloo|x", "5c")
+    assert Round.parse(opened.encode()) == opened and Attendee.parse(announced.encode().encode()) == announced
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_what_another_program_wrote_is_refused_by_name(value: bytes) -> None:
     with pytest.raises(RendezvousError, match="where rank 0 announces a world"):
         Round.parse(value)
     with pytest.raises(RendezvousError, match="announces no rank"):
-        Announcement.parse(value)
+        Attendee.parse(value)

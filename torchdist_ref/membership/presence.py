@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torchdist_ref.errors import MismatchError, RankDiedError
 from torchdist_ref.membership.liveness import PeerProcesses, backend_mismatch, host_identity, size_mismatch
-from torchdist_ref.membership.rounds import Announcement
+from torchdist_ref.membership.rounds import Attendee
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import Store
 
@@ -52,7 +52,7 @@ class Presence:
 
     def announcement(self) -> dict[str, str]:
         """Return key and value that announce the process of this rank."""
-        own = Announcement(host_identity(), os.getpid(), own_witness(), self._size, self._backend, self._nonce)
+        own = Attendee(host_identity(), os.getpid(), own_witness(), self._size, self._backend, self._nonce)
         return {f"present/{self._rank}": own.encode()}
 
     def is_announced(self) -> bool:
@@ -70,7 +70,7 @@ class Presence:
         Raises:
             MismatchError: The rank has another world size or another backend.
         """
-        other = Announcement.parse(announcement)
+        other = Attendee.parse(announcement)
         self._compare_size(rank, other.size)
         if self._other_size is not None:
             raise self._other_size
@@ -106,10 +106,10 @@ class Presence:
             if found.host == host_identity():
                 self._processes.watch(rank, found.pid, found.witness)
 
-    def _announced(self, rank: int) -> Announcement | None:
+    def _announced(self, rank: int) -> Attendee | None:
         """Return what a rank has announced; None if it has not yet."""
         found = self._store.get_if_present(f"present/{rank}")
-        return None if found is None else Announcement.parse(found)
+        return None if found is None else Attendee.parse(found)
 
     def is_another_process(self) -> bool:
         """Return whether another living process of this host has announced itself as this rank."""

@@ -2,7 +2,7 @@
 
 Several initializations may use one store, one after the other or by mistake at once. Rank 0 opens a *round*: it draws
 a nonce, and publishes a `Round` in the one key that all of them share. All further keys lie under that nonce, so no
-key of another attempt has the same name. Each other rank reads the round and publishes an `Announcement` under it,
+key of another attempt has the same name. Each other rank reads the round and publishes an `Attendee` under it,
 with a nonce of its own. When all have announced themselves, rank 0 publishes the list of their nonces and closes the
 round. A rank that finds its own nonce in the list has met the others; until then it follows every new round.
 
@@ -77,7 +77,7 @@ class Round(NamedTuple):
             ) from None
 
 
-class Announcement(NamedTuple):
+class Attendee(NamedTuple):
     """Content of the key by which a rank announces itself in a round.
 
     Announcements are not authenticated. A wrong one makes ranks fail or wait, and nothing else.
@@ -103,7 +103,7 @@ class Announcement(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def parse(cls, value: bytes) -> Announcement:
+    def parse(cls, value: bytes) -> Attendee:
         """Return the announcement that a value describes.
 
         Raises:
