@@ -24,4 +24,4 @@ def set_timeout(group: Any, seconds: float) -> None:
 
     Given at its creation, a short one would be that of the ranks' connection too, for which a busy machine needs more.
     """
-    group.backend.link.timeout = group.backend._messages._timeout = seconds
+    group.backend.link.timeout = seconds

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends.ref import one_gpu, staging
+from torchdist_ref.backends.ref import contiguous, one_gpu
 from torchdist_ref.testing import fill
 
 
@@ -33,7 +33,7 @@ def nothing_through_the_host() -> None:
     def refuse(tensor: Tensor) -> Tensor:
         raise AssertionError(f"a tensor of {tensor.numel()} elements goes through the host's memory")
 
-    staging._pinned = refuse
+    contiguous._pinned = refuse
 
 
 def same(what: str, got: Tensor, wanted: Tensor) -> None:

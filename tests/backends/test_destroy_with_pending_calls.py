@@ -188,7 +188,7 @@ def after_a_call(rank: int, callback: Callable[[Any], None]) -> None:
     backend: Any = world.default_group().backend
     attached = threading.Event()
     # The call is not over when its callback is attached.
-    backend._order.progress.put(attached.wait)
+    backend.order.progress.put(attached.wait)
     work: Any = dist.all_reduce(fill(rank, (2,)), async_op=True)
     future = work.get_future().then(callback)
     attached.set()

@@ -29,7 +29,7 @@ from tests.backends.device_stand_in import (
     seen_by_host,
     to_be_doubled,
 )
-from torchdist_ref.backends.ref import one_gpu, staging
+from torchdist_ref.backends.ref import contiguous, one_gpu
 from torchdist_ref.backends.ref.one_gpu import DevicePath, DeviceSlots
 from torchdist_ref.testing import RankError, fill, run
 
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     instead_of_cuda(monkeypatch)
     monkeypatch.setattr(one_gpu, "BUFFER_BYTES", BUFFER_BYTES)
     monkeypatch.setattr(one_gpu, "MEMORY", SharedDevice())
-    monkeypatch.setattr(staging, "_pinned", counted)
+    monkeypatch.setattr(contiguous, "_pinned", counted)
     through_host.clear()
 
 

@@ -125,7 +125,7 @@ def test_a_message_that_arrives_while_another_is_received_is_not_lost() -> None:
 
     def receive(backend: Any) -> list[float]:
         into = [torch.zeros(3), torch.zeros(3)]
-        receiver = backend._messages._receiver
+        receiver = backend.messages._receiver
         late.append(RingsLate(receiver._mailboxes[0].message))
         receiver._mailboxes[0].message = late[0]
         with receiver._taking:
@@ -135,7 +135,7 @@ def test_a_message_that_arrives_while_another_is_received_is_not_lost() -> None:
         return torch.cat(into).tolist()
 
     def send_late(backend: Any) -> None:
-        box = backend._messages._sender._mailboxes[1][0]
+        box = backend.messages._sender._mailboxes[1][0]
         ring = box._ring_doorbell
         box._ring_doorbell = lambda: (ring(), late[0].rung.set())
         assert late[0].due.wait(5)
@@ -160,7 +160,7 @@ def test_a_message_that_rang_before_its_receive_was_posted_is_taken() -> None:
     rung, checked = threading.Event(), threading.Semaphore(0)
 
     def receive(backend: Any) -> list[float]:
-        receiver, into = backend._messages._receiver, [torch.zeros(3), torch.zeros(3)]
+        receiver, into = backend.messages._receiver, [torch.zeros(3), torch.zeros(3)]
         check = receiver._fail_receives
         receiver._fail_receives = lambda: (check(), checked.release())
         first = dist.irecv(into[0], 0)
@@ -183,7 +183,7 @@ def test_a_message_that_rang_before_its_receive_was_posted_is_taken() -> None:
         if rank == 0:
             dist.recv(torch.zeros(1), 2)
         else:
-            box = group.backend._messages._sender._mailboxes[1][0]
+            box = group.backend.messages._sender._mailboxes[1][0]
             ring = box._ring_doorbell
             box._ring_doorbell = lambda: (ring(), rung.set())
         dist.send(fill(rank, (3,)), 1)
@@ -331,7 +331,7 @@ class InterruptedLock:
 def lose_a_posted_receive(rank: int) -> tuple[bool, str, bool]:
     """Interrupt a thread that takes a message when it has found the receive, which another thread has posted."""
     backend: Any = world.default_group().backend
-    receiver, link = backend._messages._receiver, backend.link
+    receiver, link = backend.messages._receiver, backend.link
     if rank:
         return True, "", True
     receive = PostedReceive(Recv(1, 0), torch.zeros(3), time.monotonic() + 5)
@@ -373,7 +373,7 @@ def test_a_wait_for_a_message_that_gives_up_names_its_sender() -> None:
 
 def receive_while_another_thread_gives(rank: int) -> list[float]:
     """Receive a message to this rank itself that another thread has taken for the receive, and not yet written."""
-    receiver: Any = world.default_group().backend._messages._receiver
+    receiver: Any = world.default_group().backend.messages._receiver
     post, give, finish = receiver.post, receiver._give, receiver.finish
     taken, write = threading.Event(), threading.Event()
 

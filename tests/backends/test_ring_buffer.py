@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import torchdist_ref as dist
 from torchdist_ref.backends.ref import Ref, fast
-from torchdist_ref.backends.ref.ring_buffer import CompiledRound, RingBuffer, StagedRounds
+from torchdist_ref.backends.ref.fast import CompiledRound, RingBuffer, StagedRounds
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import fill, run

@@ -8,7 +8,7 @@ import pytest
 
 from torchdist_ref.stores import Store
 from torchdist_ref.testing.transport_contract import Connect, check_transport
-from torchdist_ref.transports import Link, shared_memory, tcp, threads
+from torchdist_ref.transports import Link, selection, tcp
 
 
 def one_rank_per_host(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
@@ -20,8 +20,8 @@ def first_rank_on_its_own_host(store: Store, rank: int, members: Sequence[int], 
 
 
 TRANSPORTS = {
-    "threads": threads.connect,
-    "shared_memory": shared_memory.connect,
+    "threads": selection.connect_threads,
+    "shared_memory": selection.connect_shared_memory,
     "tcp": one_rank_per_host,
     "mixed": first_rank_on_its_own_host,
 }

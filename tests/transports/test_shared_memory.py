@@ -9,34 +9,35 @@ import sys
 import pytest
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.membership.liveness import PeerProcesses
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, run
-from torchdist_ref.transports import shared_memory
+from torchdist_ref.transports import segment, selection
 
 
 def test_other_platforms_are_named_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match=r"needs Linux.*darwin.*gloo"):
-        shared_memory.connect(HashStore(), 0, [0, 1], "world", 1.0)
+        selection.connect_shared_memory(HashStore(), 0, [0, 1], "world", 1.0)
 
 
 def test_a_segment_of_an_inaccessible_process_is_explained() -> None:
     def program(rank: int, store: HashStore) -> None:
         if rank == 1:
             store.set("segment", b"999999999 3 00")
-            shared_memory.connect(store, 1, [0, 1], "world", 1.0)
+            selection.connect_shared_memory(store, 1, [0, 1], "world", 1.0)
 
     with pytest.raises(RankError, match=r"process 999999999.*not accessible.*namespaces.*gloo"):
         run(program, 2, HashStore(), init=False)
 
 
 def test_a_descriptor_of_another_file_is_not_taken_for_the_segment() -> None:
-    layout = shared_memory.layout_for(2)
-    with shared_memory.created_segment(layout) as (_, handle):
+    layout = segment.layout_for(2)
+    with segment.created_segment(layout) as (_, handle):
         pid, fd, nonce = handle.decode().split()
         wrong = f"{pid} {fd} {bytes.fromhex(nonce)[::-1].hex()}".encode()
         with pytest.raises(DistBackendError, match=rf"descriptor {fd} of process {pid} is not the group's segment"):
-            shared_memory.attach(wrong, layout)
+            segment.attach(wrong, layout)
 
 
 def test_an_ended_process_is_dead_and_a_running_one_is_not() -> None:
@@ -46,7 +47,7 @@ def test_an_ended_process_is_dead_and_a_running_one_is_not() -> None:
         os.close(begin)
         os.read(end, 1)
         os._exit(0)
-    peers = shared_memory.PeerProcesses({3: child, 5: os.getpid()})
+    peers = PeerProcesses({3: child, 5: os.getpid()})
     try:
         assert peers.dead() == []
         os.close(begin)
@@ -67,19 +68,19 @@ def at_the_limit(*_: object) -> None:
 
 
 def test_a_segment_that_this_process_cannot_map_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = shared_memory.layout_for(2)
-    with shared_memory.created_segment(layout) as (_, handle):
-        monkeypatch.setattr(shared_memory, "SharedMemorySegment", at_the_limit)
+    layout = segment.layout_for(2)
+    with segment.created_segment(layout) as (_, handle):
+        monkeypatch.setattr(segment, "SharedMemorySegment", at_the_limit)
         before = open_descriptors()
         with pytest.raises(OSError, match="Too many open files"):
-            shared_memory.attach(handle, layout)
+            segment.attach(handle, layout)
         assert open_descriptors() == before
 
 
 def test_a_process_without_descriptors_does_not_blame_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "open_peer_descriptor", at_the_limit)
+    monkeypatch.setattr(segment, "open_peer_descriptor", at_the_limit)
     with pytest.raises(OSError, match="Too many open files") as caught:
-        shared_memory.attach(b"1 3 00", shared_memory.layout_for(2))
+        segment.attach(b"1 3 00", segment.layout_for(2))
     assert not isinstance(caught.value, UnsupportedError)
 
 
@@ -93,5 +94,5 @@ def test_processes_that_cannot_all_be_watched_leave_no_descriptor(monkeypatch: p
     monkeypatch.setattr(os, "pidfd_open", open_one)
     before = open_descriptors()
     with pytest.raises(OSError, match="Too many open files"):
-        shared_memory.PeerProcesses({0: os.getpid(), 1: os.getppid()})
+        PeerProcesses({0: os.getpid(), 1: os.getppid()})
     assert len(opened) == 1 and open_descriptors() == before

@@ -1,8 +1,8 @@
 """Worker threads of a group: calls that must not block their caller, and callbacks of completed calls.
 
 The calls of a group run one after the other, in one order on all ranks (`CallOrder`). A call that may block its caller
-runs on the caller's thread, if no other call is ahead of it. Any other call goes to the group's progress thread, which
-starts with the first such call and ends with the group.
+runs on the caller's thread, if no other call is ahead of it, and holds the lock of the calls meanwhile. Any other
+call goes to the group's progress thread, which starts with the first such call and ends with the group.
 
 Completed futures run their callbacks on such threads, one for each depth. A callback may make a new call and wait for
 that call's future; the callbacks of that future run one thread further down, since the first one is occupied. On each
@@ -240,24 +240,20 @@ class CallOrder:
 
     Args:
         name: The group's name, for the names of threads.
+        running: Lock that a call holds while it runs.
         check_wait: Called while this rank waits to make a call that a peer has begun; raises when the wait is in vain.
 
     Attributes:
         queued: Number of calls that the progress thread has yet to run. Read without a lock: a thread sees its own
             earlier `later`, and calls of several threads at once have no order.
-        begin: Function to call, with False, for a call that is to run now, if none is queued. It returns whether that
-            call may, so that a call that runs at once costs no function of Python.
-        done: Function to call when a call that `begin` allowed has ended.
     """
 
-    def __init__(self, name: str, check_wait: Callable[[Number, float], None]) -> None:
+    def __init__(self, name: str, running: threading.Lock, check_wait: Callable[[Number, float], None]) -> None:
         # Calls that the progress thread will run, or a call that must let them run first.
         self._waiting: dict[Number, Job] = {}
         self.queued = 0
         self._made = threading.Condition()
-        self._running = threading.Lock()
-        self.begin, self.done = self._running.acquire, self._running.release
-        self._check_wait = check_wait
+        self._running, self._check_wait = running, check_wait
         self.progress = WorkerThread(f"{name} progress")
 
     def run_in_order(self, number: Number, job: Job, first: OutOfOrderError | None = None) -> None:

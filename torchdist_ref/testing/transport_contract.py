@@ -34,8 +34,8 @@ def check_transport(connect: Connect, size: int = 3) -> None:
 
     Example:
         >>> from torchdist_ref.testing.transport_contract import check_transport
-        >>> from torchdist_ref.transports import threads
-        >>> check_transport(threads.connect)
+        >>> from torchdist_ref.transports.selection import connect_threads
+        >>> check_transport(connect_threads)
     """
     store = HashStore()
     members = [10 * rank for rank in range(size)]

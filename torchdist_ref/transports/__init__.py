@@ -1,8 +1,8 @@
 """Transports: connections between the ranks of a group, which are threads, processes of a host, or on several hosts.
 
-Reading order: `segment` (the shared bytes: offsets, announced calls), `base` (access to them), `link` (signals and
-waits; a peer's death becomes an error there), `shared_memory`, `threads`, `tcp`. Point-to-point messages are in
-`mailbox`. A new transport starts in `base`.
+Reading order: `segment` (the bytes that ranks share: offsets, announced calls, memory of threads and of processes),
+`base` (access to them), `link` (signals and waits; a peer's death becomes an error there), `selection` (how ranks
+connect), `tcp`. Point-to-point messages are in `mailbox`. A new transport starts in `base`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Interface of a transport: a segment that the ranks access, its semaphores, and a zero-copy path.
 
-To add a transport: write a module with a class like `segment.CommonSegment` or `tcp.ReplicatedSegment`, and a function
-like `shared_memory.connect`. Put it through `testing.transport_contract.check_transport`, and add a row to
-`selection.TRANSPORTS`. The first row whose `supports` holds is used.
+To add a transport: write a module with a class like `tcp.ReplicatedSegment`, and a function like `tcp.connect`. Put it
+through `testing.transport_contract.check_transport`, and add a row to `selection.TRANSPORTS`. The first row whose
+`supports` holds is used.
 
 Do not add offsets here (`segment`), or waits (`link`).
 """

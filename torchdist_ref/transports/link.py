@@ -1,6 +1,6 @@
 """Link: one rank's end of a group's shared (or replicated) segment, and the semaphores that order access to it.
 
-The transports (`threads`, `shared_memory`, `tcp`) differ in the primitives below a link: a `Segment`, its semaphores
+The transports (threads, shared memory, `tcp`) differ in the primitives below a link: a `Segment`, its semaphores
 and `Liveness`. `Link` itself is the same for all of them, so that backends run the same code on each.
 
 A round of a collective uses six operations, which mean the same on every transport::

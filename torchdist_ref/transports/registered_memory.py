@@ -18,7 +18,6 @@ Do not add knowledge of groups or calls here.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import pickle
@@ -37,6 +36,7 @@ import torch.multiprocessing  # noqa: F401
 from torch import Tensor
 
 from torchdist_ref.errors import DistBackendError, advice_on_limit
+from torchdist_ref.transports.segment import open_peer_descriptor
 
 _MAX_MAPPED_REGIONS = 64
 """Regions of one peer that stay mapped. Programs repeat a few tensors; beyond these, regions are mapped again."""
@@ -173,20 +173,6 @@ def handle_of(tensor: Tensor) -> MemoryHandle | None:
     address = tensor.untyped_storage().data_ptr()
     region = _arena.regions.get(address)
     return None if region is None else MemoryHandle(_arena.fd, *region, region[0] + tensor.data_ptr() - address)
-
-
-def open_peer_descriptor(pid: int, fd: int) -> int:
-    """Open a file that another process has open, which may have no name; return the new descriptor.
-
-    Raises:
-        OSError: The process is not accessible, has no such descriptor, or the file belongs to another user.
-    """
-    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
-        # Root can open the files of all users.
-        os.close(descriptor)
-        raise PermissionError(errno.EACCES, f"the file belongs to user {owner}")
-    return descriptor
 
 
 class PeerMemory:

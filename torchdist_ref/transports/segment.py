@@ -18,17 +18,33 @@ A rank writes only its own row, in aligned words of eight bytes. Announcements a
 their writer posted, which orders the two accesses. All other fields are read without synchronization, between two polls
 of a slow wait: a stale value costs one more poll.
 
+The segment is memory of one process if the ranks are its threads (`PrivateSegment`), a mapping that the processes of a
+host share (`SharedMemorySegment`), or a copy for each host (`tcp`).
+
 Do not add waits here: a segment is plain memory, and a `link` waits. How transports access it is in `base`.
 """
 
 from __future__ import annotations
 
+import _multiprocessing
 import ctypes
-from collections.abc import Callable, Sequence
+import errno
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from queue import Empty, SimpleQueue
 from time import monotonic_ns
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
+from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
+from torchdist_ref.membership.liveness import PeerProcesses
+from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import DirectPath, Range, Semaphore
 
 # ---- layout
@@ -395,7 +411,7 @@ def _get_text(field: memoryview) -> str:
 
 
 class CommonSegment:
-    """Segment that all ranks access directly. Base of the segments of `threads` and `shared_memory`."""
+    """Segment that all ranks access directly."""
 
     buffer: Any
     bytes: memoryview
@@ -418,6 +434,229 @@ class CommonSegment:
         """See `Segment.direct_path`."""
         return None
 
+
+# ---- threads
+
+
+class QueueSemaphore:
+    """Counting semaphore on a queue, for threads: `release` puts an item, `acquire` gets one.
+
+    The queue blocks without the GIL, and Ctrl-C interrupts it.
+
+    >>> semaphore = QueueSemaphore()
+    >>> semaphore.release()
+    >>> semaphore.acquire(False), semaphore.acquire(False)
+    (True, False)
+    """
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[None] = SimpleQueue()
+
+    def release(self) -> None:
+        """See `Semaphore.release`."""
+        self._queue.put(None)
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """See `Semaphore.acquire`."""
+        try:
+            self._queue.get(block, timeout)
+        except Empty:
+            return False
+        return True
+
+
+class PrivateSegment(CommonSegment):
+    """Segment in private memory, for ranks that are threads of one process. Untouched pages use no memory."""
+
+    kind = "threads"
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = mmap.mmap(-1, nbytes)
+        self.bytes = memoryview(self.buffer)
+        self._semaphores: dict[int, QueueSemaphore] = {}
+
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`. Created on first use."""
+        return self._semaphores.setdefault(layout.semaphore(kind, source, target), QueueSemaphore())
+
+
+# Segments by the key that rank 0 publishes: a store carries only bytes.
+_of_this_process: WeakValueDictionary[str, PrivateSegment] = WeakValueDictionary()
+
+
+def private_segment(store: Store, layout: SegmentLayout, first: bool) -> PrivateSegment:
+    """Return the segment of ranks that are threads of this process: the first one creates it."""
+    if not first:
+        return _of_this_process[store.get("segment").decode()]
+    key = secrets.token_hex(16)
+    segment = _of_this_process[key] = PrivateSegment(layout.nbytes)
+    store.set("segment", key.encode())
+    return segment
+
+
+# ---- processes of one host
+
+# `SemLock`'s kind of a counting semaphore, and its largest count.
+_COUNTING_SEMAPHORE = 1
+_MAX_COUNT = 2**31 - 1
+_NONCE_BYTES = 16
+# Of mmap(2); Python has no name for them.
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def layout_for(size: int) -> SegmentLayout:
+    """Return the layout of a segment for the ranks of one host."""
+    window = window_for(size)
+    return SegmentLayout(size, window, RING_BYTES // window)
+
+
+class SharedMemorySegment(CommonSegment):
+    """Segment that the processes of one host map, with POSIX semaphores in it.
+
+    Group rank 0 creates a memfd and publishes a *handle* (pid, file descriptor, nonce) with its endpoint. The others
+    open it under /proc and map it. The segment has no name, so nothing leaks: when the last process has ended, however
+    it ended, the memory is freed. (POSIX shm_open needs /dev/shm, which containers limit to 64 MB and which outlives a
+    SIGKILL.)
+
+    Memory order: `sem_post` is an atomic read-modify-write with release order; `sem_wait` and `sem_trywait` have
+    acquire order on the same word. This holds on every processor that glibc supports, aarch64 included: a rank that
+    acquires a semaphore sees all that its poster wrote before. Python's `SemLock` calls them: 35 ns a call, without the
+    GIL while it blocks, interruptible by Ctrl-C.
+    """
+
+    kind = "shared_memory"
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        # Python's `mmap` keeps a copy of the descriptor for as long as it lives, one for each group. So the file takes
+        # the place of anonymous memory, which `mmap` unmaps with its last user.
+        self.buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = memoryview(self.buffer)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        if (
+            _mmap()(self._base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+            == _FAILED
+        ):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def create_semaphores(self, layout: SegmentLayout) -> None:
+        """Initialize every semaphore to 0. Called once, by the rank that created the segment."""
+        init, last = _sem_init(), layout.size - 1
+        begin = layout.semaphore(SEMAPHORE_KINDS[0], 0, 0)
+        end = layout.semaphore(SEMAPHORE_KINDS[-1], last, last) + CACHE_LINE
+        for address in range(self._base + begin, self._base + end, CACHE_LINE):
+            if init(address, 1, 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`. It has no name: nothing is opened or closed."""
+        address = self._base + layout.semaphore(kind, source, target)
+        return _multiprocessing.SemLock._rebuild(  # type: ignore[no-any-return]  # noqa: SLF001 - no public way
+            address, _COUNTING_SEMAPHORE, _MAX_COUNT, None
+        )
+
+
+@cache
+def _mmap() -> Callable[[int, int, int, int, int, int], int]:
+    function: Any = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype, numbers = ctypes.c_void_p, (ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *numbers, ctypes.c_ssize_t)
+    return function  # type: ignore[no-any-return]
+
+
+@cache
+def _sem_init() -> Callable[[int, int, int], int]:
+    function: Any = ctypes.CDLL(None, use_errno=True).sem_init
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    return function  # type: ignore[no-any-return]
+
+
+def unavailable_reason() -> str:
+    """Return the reason why this platform has no shared memory; empty if it has."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return f"shared memory needs Linux 5.3 or later (memfd, pidfd), and this is {sys.platform}"
+    return ""
+
+
+@contextmanager
+def created_segment(layout: SegmentLayout) -> Iterator[tuple[SharedMemorySegment, bytes]]:
+    """Create a segment, and yield it with its handle. The handle is valid until the context ends."""
+    fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, layout.nbytes)
+        segment = SharedMemorySegment(fd, layout.nbytes)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        segment.bytes[:_NONCE_BYTES] = nonce
+        segment.create_semaphores(layout)
+        yield segment, f"{os.getpid()} {fd} {nonce.hex()}".encode()
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def shared_segment(store: Store, layout: SegmentLayout, first: bool) -> Iterator[SharedMemorySegment]:
+    """Yield the segment of a host: its first rank creates it, the others get the handle from the store."""
+    if not first:
+        yield attach(store.get("segment"), layout)
+        return
+    with created_segment(layout) as (segment, handle):
+        store.set("segment", handle)
+        yield segment
+
+
+def attach(handle: bytes, layout: SegmentLayout) -> SharedMemorySegment:
+    """Map a segment that another process of this host has created.
+
+    Raises:
+        UnsupportedError: The process is not accessible.
+        OSError: This process has reached a limit of the system.
+    """
+    pid, number, nonce = handle.decode().split()
+    try:
+        fd = open_peer_descriptor(int(pid), int(number))
+    except OSError as error:
+        if advice_on_limit(error):
+            raise
+        raise UnsupportedError(
+            f"shared memory: process {pid}, which holds the group's segment, is not accessible ({error}); the "
+            f"ranks are in different pid namespaces or belong to different users. Use backend 'gloo'."
+        ) from error
+    try:
+        segment = SharedMemorySegment(fd, layout.nbytes)
+    finally:
+        os.close(fd)
+    if segment.bytes[:_NONCE_BYTES] != bytes.fromhex(nonce):
+        raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
+    return segment
+
+
+def open_peer_descriptor(pid: int, fd: int) -> int:
+    """Open a file that another process has open, which may have no name; return the new descriptor.
+
+    Raises:
+        OSError: The process is not accessible, has no such descriptor, or the file belongs to another user.
+    """
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+        # Root can open the files of all users.
+        os.close(descriptor)
+        raise PermissionError(errno.EACCES, f"the file belongs to user {owner}")
+    return descriptor
+
+
+def watched_processes(rows: Mapping[int, StatusRow]) -> PeerProcesses:
+    """Return the watch over the processes of ranks of this host that have joined.
+
+    Args:
+        rows: Their rows of the status table, by rank.
+    """
+    pids = {rank: row.pid for rank, row in rows.items()}
+    return PeerProcesses(pids, {rank: row.witness for rank, row in rows.items()})
+
+
+# ---- copies
 
 _MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 _SIGNATURE = (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

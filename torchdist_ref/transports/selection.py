@@ -1,4 +1,9 @@
-"""Selection of the transport for a group, from the hosts and processes of its ranks.
+"""Connection of the ranks of a group, by the transport that their hosts and processes allow.
+
+Liveness: a pidfd becomes readable when its process ends, and cannot refer to a later process with the same pid. Blocked
+waits poll the pidfds of all peers, so that a death is noticed within one poll, without threads or messages. A process
+that calls `exec` lives on as another program; `torchdist_ref.processes.witness` finds it. There are no heartbeats: a
+stopped process is not dead, and the time-out finds it.
 
 `base` says how a transport is added. Do not add ways to move bytes here.
 """
@@ -13,11 +18,23 @@ from datetime import timedelta
 from functools import cache
 from typing import NamedTuple
 
-from torchdist_ref.errors import RankStalledError, StoreTimeoutError, rank_names
+from torchdist_ref.errors import RankStalledError, StoreTimeoutError, UnsupportedError, rank_names
 from torchdist_ref.membership.liveness import MemberWatch, has_no_proc, host_identity
+from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.transports import shared_memory, tcp, threads
+from torchdist_ref.transports import tcp
 from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.segment import (
+    SegmentLayout,
+    SharedMemorySegment,
+    attach,
+    created_segment,
+    layout_for,
+    private_segment,
+    shared_segment,
+    unavailable_reason,
+    watched_processes,
+)
 
 _MAX_PREPARED_RANKS = 16
 """Ranks up to which rank 0 creates a segment before all are known to share a host.
@@ -61,7 +78,7 @@ class GroupEndpoints(NamedTuple):
     name: str
     timeout: float
     endpoints: Sequence[RankEndpoint]
-    segment: shared_memory.SharedMemorySegment | None
+    segment: SharedMemorySegment | None
     watch: MemberWatch | None
 
 
@@ -118,16 +135,16 @@ def select(endpoints: Sequence[RankEndpoint]) -> str:
 
 
 def _connect_threads(group: GroupEndpoints) -> Link:
-    return threads.connect(group.store, group.rank, group.members, group.name, group.timeout, group.watch)
+    return connect_threads(group.store, group.rank, group.members, group.name, group.timeout, group.watch)
 
 
 def _connect_shared_memory(group: GroupEndpoints) -> Link:
     store, rank, members, name, timeout, endpoints, segment, watch = group
     if not endpoints[0].segment:
-        return shared_memory.connect(store, rank, members, name, timeout, watch)
-    layout = shared_memory.layout_for(len(members))
-    segment = segment or shared_memory.attach(endpoints[0].segment, layout)
-    return shared_memory.join_segment(segment, layout, rank, members, name, timeout, watch)
+        return connect_shared_memory(store, rank, members, name, timeout, watch)
+    layout = layout_for(len(members))
+    segment = segment or attach(endpoints[0].segment, layout)
+    return _join(segment, layout, rank, members, name, timeout, watch)
 
 
 def _connect_tcp(group: GroupEndpoints) -> Link:
@@ -164,13 +181,11 @@ def _describe(hosts: set[bytes]) -> str:
     return f"{len(hosts)} {'sets of pid, ipc and user namespaces' if one else 'hosts'}{one}"
 
 
-def _prepared_segment(
-    rank: int, size: int
-) -> AbstractContextManager[tuple[shared_memory.SharedMemorySegment | None, bytes]]:
+def _prepared_segment(rank: int, size: int) -> AbstractContextManager[tuple[SharedMemorySegment | None, bytes]]:
     """Create a segment on rank 0, in case that all ranks share a host: the others then need not request its handle."""
-    if rank or not 1 < size <= _MAX_PREPARED_RANKS or shared_memory.unavailable_reason():
+    if rank or not 1 < size <= _MAX_PREPARED_RANKS or unavailable_reason():
         return nullcontext((None, b""))
-    return shared_memory.created_segment(shared_memory.layout_for(size))
+    return created_segment(layout_for(size))
 
 
 def all_on_one_host(store: Store, rank: int, size: int) -> bool:
@@ -198,3 +213,70 @@ def _exchange_endpoints(
             f"join in time. Every member has to create the group."
         ).naming(members[r] for r in absent) from error
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
+
+
+# ---- ranks of one host
+
+
+def connect_shared_memory(
+    store: Store, rank: int, members: Sequence[int], name: str, timeout: float, watch: MemberWatch | None = None
+) -> Link:
+    """Connect to the other ranks of this host through one segment, found through the store.
+
+    Args:
+        store: Store for the keys of this group only.
+        rank: This rank in the group.
+        members: Global ranks of all members.
+        name: Name of the group, for messages.
+        timeout: Longest duration of a wait in seconds.
+        watch: Watch over the members until all have joined; None to wait for the time-out.
+
+    Returns:
+        Link of this rank, after all ranks have joined.
+
+    Raises:
+        UnsupportedError: The platform has no memfd, or the ranks cannot access each other's processes.
+        RankStalledError: A rank did not join in time.
+    """
+    if reason := unavailable_reason():
+        raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
+    layout = layout_for(len(members))
+    with shared_segment(store, layout, rank == 0) as segment:
+        return _join(segment, layout, rank, members, name, timeout, watch)
+
+
+def _join(
+    segment: SharedMemorySegment,
+    layout: SegmentLayout,
+    rank: int,
+    members: Sequence[int],
+    name: str,
+    timeout: float,
+    watch: MemberWatch | None,
+) -> Link:
+    """Join a segment and wait until all ranks have. Arguments and result as in `connect_shared_memory`."""
+    link = Link(segment, layout, rank, members, name, timeout)
+    link.row.join(os.getpid(), own_witness())
+    with link.joining():
+        link.handshake(watch)
+        link.liveness = watched_processes({peer: link.rows[peer] for peer in link.peers})
+    return link
+
+
+def connect_threads(
+    store: Store, rank: int, members: Sequence[int], name: str, timeout: float, watch: MemberWatch | None = None
+) -> Link:
+    """Connect to the other ranks, which are threads of this process. Arguments as in `connect_shared_memory`.
+
+    For tests, examples and notebooks: no process starts, a debugger sees all ranks at once, and it runs wherever Python
+    does. The segment has the same layout as in shared memory, so backends run the same code. Ranks share the
+    interpreter lock: do not measure speed here.
+    """
+    layout = SegmentLayout(len(members), window=256 * 1024, cells=2, mailbox_bytes=0)
+    link = Link(private_segment(store, layout, rank == 0), layout, rank, members, name, timeout)
+    # Threads do not run in parallel: spinning would keep the interpreter lock from the awaited rank.
+    link.spins = link.yields = 0
+    link.row.join(os.getpid())
+    with link.joining():
+        link.handshake(watch)
+    return link

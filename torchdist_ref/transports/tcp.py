@@ -25,10 +25,10 @@ from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, advice_on_limit
 from torchdist_ref.membership.liveness import Liveness, MemberWatch, NoPeerProcesses
+from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.addresses import is_link_local, is_loopback, local_ends, look_up, loopback_address
 from torchdist_ref.stores.sealed import channel_key, innermost
-from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.base import DirectPath, Range, Segment, Semaphore
 from torchdist_ref.transports.frames import Acceptor, authenticate_to
 from torchdist_ref.transports.link import Link
@@ -39,8 +39,13 @@ from torchdist_ref.transports.mesh import (
     MeshDirectPath,
     OutgoingSemaphore,
 )
-from torchdist_ref.transports.segment import SegmentLayout, StatusRow
-from torchdist_ref.transports.threads import PrivateSegment
+from torchdist_ref.transports.segment import (
+    PrivateSegment,
+    SegmentLayout,
+    StatusRow,
+    shared_segment,
+    watched_processes,
+)
 
 _INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # ioctl number and /proc/net/if_inet6 scope of Linux.
@@ -135,13 +140,13 @@ def connect(
     """Connect to ranks on several hosts, and return this rank's link.
 
     Args:
-        store: See `shared_memory.connect`.
-        rank: See `shared_memory.connect`.
-        members: See `shared_memory.connect`.
-        name: See `shared_memory.connect`.
-        timeout: See `shared_memory.connect`.
+        store: See `selection.connect`.
+        rank: See `selection.connect`.
+        members: See `selection.connect`.
+        name: See `selection.connect`.
+        timeout: See `selection.connect`.
         hosts: Identity of each rank's host; equal for ranks of one host.
-        watch: See `shared_memory.connect`.
+        watch: See `selection.connect`.
 
     Raises:
         DistNetworkError: No address to listen on, or a rank cannot be reached.
@@ -157,11 +162,11 @@ def connect(
         link = Link(segment, layout, rank, members, name, timeout)
         link.on_timeout = segment.set_timeout
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
-        shared_memory.announce_process(link)
+        link.row.join(os.getpid(), own_witness())
         link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh, link.rows)
         with link.joining():
             link.handshake(watch)
-            processes = shared_memory.watched_processes(link, [r for r in local if r != rank])
+            processes = watched_processes({peer: link.rows[peer] for peer in local if peer != rank})
     link.liveness = HostAndMeshLiveness(processes, segment.mesh, link.rows)
     return link
 
@@ -171,7 +176,7 @@ def _common_segment(
 ) -> AbstractContextManager[Any]:
     if len(local) == 1:
         return nullcontext(PrivateSegment(layout.nbytes))
-    return shared_memory.shared_segment(store, layout, rank == local[0])
+    return shared_segment(store, layout, rank == local[0])
 
 
 def _connect_mesh(

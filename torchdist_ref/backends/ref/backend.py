@@ -9,6 +9,8 @@ Do not add algorithms (`schedules`), ways to move bytes (`transports`), or how a
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -32,14 +34,15 @@ from torchdist_ref.backends.base import (
     run_in_modes,
     run_in_range,
 )
+from torchdist_ref.backends.ref.contiguous import contiguous, copy_back, side_streams
 from torchdist_ref.backends.ref.fast import executor_for
-from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
-from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
+from torchdist_ref.backends.ref.plan import ALGORITHM_VARIABLE, EXECUTOR_VARIABLE, IN_PLACE, Plan, Planner
 from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
 from torchdist_ref.backends.worker_threads import (
     CallbackThreads,
     CallOrder,
     OutOfOrderError,
+    WorkerThread,
     WorkFactory,
     end_threads,
     settle,
@@ -121,22 +124,70 @@ class Ref(Backend):
     def _set_up(self, m: Membership) -> None:
         self.recorder = m.recorder
         self._made = monotonic()
-        self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
-        self._order = CallOrder(m.name, self.link.check_awaited_call)
-        self._make_work = WorkFactory(self._numbers, self._callbacks, self.link.awaited)
         # Sizes in bytes of tensors that were found in memory, by address.
         self._in_memory: dict[int, int] = {}
         # No method of this object, which would keep it alive in a cycle.
         self._check_memory = partial(_check_memory, self._in_memory)
-        self._messages = Messages(self.link, self.recorder, self._make_work, self._in_memory, self._check_memory)
-        self._submitters: dict[type[Call], Callable[..., Work]] = {
-            Send: self._messages.send,
-            Recv: self._messages.receive,
-        }
-        # One of two types, each with programs of its own type.
-        self._executor: Any = executor_for(self.link)
-        self._planner = Planner(self.link, self._executor.name)
         self.plans: dict[Any, Planned] = {}
+        # Held while a part of this object is made: two threads may make the first calls.
+        self._making = threading.RLock()
+        # One collective runs at a time.
+        running = threading.Lock()
+        self._running, self._begin, self._done = running, running.acquire, running.release
+        self._callbacks: CallbackThreads | None = None
+        self._make_work: WorkFactory | None = None
+        self._order: CallOrder | None = None
+        self._messages: Messages | None = None
+        # Of two types, each with programs of its own type.
+        self._executor: Any = None
+        self._numbers: Any = None
+        self._environment = tuple(os.environ.get(name, "") for name in (EXECUTOR_VARIABLE, ALGORITHM_VARIABLE))
+        if any(self._environment):
+            # A wrong value is an error of the group's creation.
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what runs collectives, for the first of them."""
+        with self._making:
+            if self._executor is None:
+                self._numbers = self.numbers
+                executor, algorithms = self._environment
+                made = executor_for(self.link, executor)
+                self._planner = Planner(self.link, made.name, algorithms)
+                self._executor = made
+
+    @property
+    def numbers(self) -> Numbers:
+        """Numbers of the collectives."""
+        with self._making:
+            numbers: Numbers = self._numbers or Numbers(self.link.name)
+            self._numbers = numbers
+            return numbers
+
+    @property
+    def make_work(self) -> WorkFactory:
+        """Maker of the Works of calls that do not run at once."""
+        with self._making:
+            if self._make_work is None:
+                self._callbacks = CallbackThreads(self.link.name)
+                self._make_work = WorkFactory(self.numbers, self._callbacks, self.link.awaited)
+            return self._make_work
+
+    @property
+    def order(self) -> CallOrder:
+        """Order of the collectives that do not run at once."""
+        with self._making:
+            self._order = self._order or CallOrder(self.link.name, self._running, self.link.check_awaited_call)
+            return self._order
+
+    @property
+    def messages(self) -> Messages:
+        """Sends and receives."""
+        with self._making:
+            if self._messages is None:
+                parts = self.link, self.recorder, self.make_work, self._in_memory, self._check_memory
+                self._messages = Messages(*parts)
+            return self._messages
 
     def submit(
         self,
@@ -161,9 +212,10 @@ class Ref(Backend):
             return run_in_range(self, call, wait, partial(again, profiled=True))
         if self.link.broken is not None:
             self._refuse(call, inputs, outputs)
-        point_to_point = self._submitters.get(type(call))
-        if point_to_point is not None:
-            return point_to_point(call, inputs, outputs, wait)
+        if type(call) is Send:
+            return (self._messages or self.messages).send(call, inputs, outputs, wait)
+        if type(call) is Recv:
+            return (self._messages or self.messages).receive(call, inputs, outputs, wait)
         # As `flat_operands`, but a call of a function shorter.
         written = (outputs.tensor,) if type(outputs) is RowBlocks else outputs
         if call.op in _OUTPUTS_ONLY:
@@ -225,14 +277,14 @@ class Ref(Backend):
         try:
             entry[NUMBER] = self._numbers.next()
             self.recorder.record(entry)
-            later = not wait or order.queued or not order.begin(False)
+            later = not wait or (order is not None and order.queued) or not self._begin(False)
             if not later:
                 try:
                     self._run(planned, tensors, entry)
                 except OutOfOrderError as first:
                     self._run_in_order(entry, partial(self._run, planned, tensors, entry), first)
                 finally:
-                    order.done()
+                    self._done()
                 return _DONE
             work = self._later(planned, tensors, written, entry)
         except BaseException as failure:
@@ -247,11 +299,12 @@ class Ref(Backend):
 
     def wrap_executor(self, wrap: Callable[[Any], Any]) -> None:
         """Replace the executor by what a function makes of it, before the first call; for debugging."""
+        self._prepare()
         self._executor = wrap(self._executor)
 
     def _refuse(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Raise because the group has failed, and record that; a call that comes late is known by that record."""
-        number = POINT_TO_POINT if type(call) in self._submitters else self._numbers.next()
+        number = POINT_TO_POINT if isinstance(call, Send | Recv) else self.numbers.next()
         entry = self.recorder.begin(number, call, operands_of(inputs, outputs))
         try:
             self.link.check_usable(call.op)
@@ -267,6 +320,7 @@ class Ref(Backend):
         try:
             # Tensors made under inference mode could not be changed after it.
             with torch.inference_mode(False):
+                self._prepare()
                 plan = self._planner.make(call, tensors, inputs, lists)
                 planned = self.plans[key] = plan, self._executor.compile(plan)
         except Exception as error:
@@ -278,7 +332,7 @@ class Ref(Backend):
         """Run a planned call on the progress thread, and return its Work."""
         number: Number = entry[NUMBER]
         call: Call = entry[CALL]
-        work = self._make_work(call.op, written, number)
+        work = self.make_work(call.op, written, number)
         on_side_streams = nullcontext if planned[0].on_host else side_streams(tensors)
 
         def run() -> None:
@@ -287,13 +341,13 @@ class Ref(Backend):
             with on_side_streams():
                 self._run(planned, tensors, entry)
 
-        self._order.later(number, partial(settle, work, partial(self._run_in_order, entry, run)))
+        self.order.later(number, partial(settle, work, partial(self._run_in_order, entry, run)))
         return work
 
     def _run_in_order(self, entry: Entry, run: Callable[[], None], first: OutOfOrderError | None = None) -> None:
         """Run a call once those with smaller numbers have run on all ranks."""
         try:
-            self._order.run_in_order(entry[NUMBER], run, first)
+            self.order.run_in_order(entry[NUMBER], run, first)
         except BaseException as failure:
             if not entry[END]:
                 self.recorder.fail(entry, failure)
@@ -355,19 +409,32 @@ class Ref(Backend):
 
     def leave(self) -> bool:
         """See `Backend.leave`. Receives end at once, if no message for them has come."""
-        if self.link.broken is not None or interrupted_since(self._made):
+        if self.link.broken is not None or (self._has_calls and interrupted_since(self._made)):
             self.link.leave()
-        self._messages.end_receives()
-        if self._order.progress.idle:
+        if self._messages is not None:
+            self._messages.end_receives()
+        if self._order is None or self._order.progress.idle:
             self.link.announce_leave()
         # In the order in which one puts jobs into the next.
-        return all(thread.idle for thread in (self._order.progress, *self._messages.threads)) and self._callbacks.idle
+        return all(thread.idle for thread in self._threads()) and (self._callbacks is None or self._callbacks.idle)
+
+    @property
+    def _has_calls(self) -> bool:
+        """Whether this rank has called the group."""
+        return self._executor is not None or self._messages is not None
+
+    def _threads(self) -> list[WorkerThread]:
+        """Return the threads of calls, those of callbacks excepted."""
+        progress = [] if self._order is None else [self._order.progress]
+        return progress if self._messages is None else [*progress, *self._messages.threads]
 
     def close(self) -> None:
         """See `Backend.close`."""
         # Calls that have not ended by now wait for peers: they raise at their next check.
         self.link.leave()
-        end_threads([self._order.progress, *self._messages.threads, *self._callbacks.threads])
+        threads = [*self._threads(), *(self._callbacks.threads if self._callbacks is not None else ())]
+        if threads:
+            end_threads(threads)
         self.link.close()
 
     @property

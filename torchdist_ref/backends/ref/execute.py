@@ -29,8 +29,8 @@ from torch import Tensor
 
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import WIDENED, Reduction
-from torchdist_ref.backends.ref import staging
-from torchdist_ref.backends.ref.mismatches import Handshake
+from torchdist_ref.backends.ref import contiguous
+from torchdist_ref.backends.ref.handshake import Handshake
 from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, with_sizes
 from torchdist_ref.calls import Number
 from torchdist_ref.schedules.schedule import Move, Slot
@@ -61,12 +61,12 @@ class ReferenceExecutor:
         """Run a call on tensors that are flat (`Plan.is_flat`); errors as in `fast.FastExecutor.run`."""
         self._handshake.announce(self._handshake.sequence, plan.record, number)
         try:
-            on_host = staging.copy_to_host(plan, tensors)
+            on_host = contiguous.copy_to_host(plan, tensors)
             if plan.uneven:
                 self._run_rounds(self._exchange_sizes(plan, on_host), on_host, check=False)
             else:
                 self._run_rounds(plan, on_host, check=True)
-            staging.copy_from_host(plan, on_host, tensors)
+            contiguous.copy_from_host(plan, on_host, tensors)
         except BaseException as error:
             self._handshake.fail(plan, error)
             raise

@@ -9,7 +9,7 @@ At the first call on a device, ranks agree whether this works, by control blocks
 has three fields. Each is written once, before its rank signals the others: the name of the device; then, if it is the
 same for all, a handle of the buffer for each peer; then whether all peers' handles could be opened. So all ranks get
 the same answer at the same point of the same call. If one rank fails, all use the host's memory from then on
-(`staging.copy_to_host`), and the log gives the reason.
+(`contiguous.copy_to_host`), and the log gives the reason.
 
 Streams of two processes are not ordered: a rank waits for its own stream before it signals that it has written, or
 read. Do not add algorithms of more than one round.
@@ -26,9 +26,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.mismatches import SomeUnregisteredError
+from torchdist_ref.backends.ref.contiguous import settle
+from torchdist_ref.backends.ref.handshake import SomeUnregisteredError
 from torchdist_ref.backends.ref.plan import ALIGNMENT, Plan, with_schedule
-from torchdist_ref.backends.ref.staging import settle
 from torchdist_ref.backends.ref.steps import Part, Step, StepMaker, Tensors
 from torchdist_ref.backends.ref.zero_copy import Phases, ZeroCopyPath
 from torchdist_ref.schedules import catalogue

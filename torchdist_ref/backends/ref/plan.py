@@ -17,7 +17,6 @@ only one rank knows.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -319,7 +318,7 @@ Lists = tuple[Sequence[Tensor], Sequence[Tensor]]
 _BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
 
 EXECUTORS = ("fast", "reference")
-EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
+EXECUTOR_VARIABLE, ALGORITHM_VARIABLE = "TORCHDIST_REF_EXECUTOR", "TORCHDIST_REF_ALGORITHM"
 REFERENCE_BIT = 4
 
 
@@ -347,11 +346,17 @@ def announcement_of(text: str, executor: str) -> Announcement:
 
 
 class Planner:
-    """Maker of the plans of one link, by the executor of this name."""
+    """Maker of the plans of one link.
 
-    def __init__(self, link: Link, executor: str) -> None:
+    Args:
+        link: This rank's end of the group.
+        executor: Name of the executor that runs the plans.
+        algorithms: Value of ``TORCHDIST_REF_ALGORITHM``; empty for none.
+    """
+
+    def __init__(self, link: Link, executor: str, algorithms: str = "") -> None:
         self._link, self._executor = link, executor
-        self._forced = catalogue.overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
+        self._forced = catalogue.overrides(algorithms)
 
     def make(self, call: Call, tensors: Sequence[Tensor], inputs: int, lists: Lists) -> Plan:
         """Return the plan of a call on these operands.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import PLAIN_TYPES
-from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
+from torchdist_ref.backends.ref.contiguous import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recv, Send, fingerprint
 from torchdist_ref.errors import (
@@ -140,7 +140,7 @@ class Sender:
 
     def __init__(self, link: Link) -> None:
         self._mailboxes = ByRank(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
-        self.queues = {peer: WorkerThread(f"{link.name} to {peer}") for peer in link.peers}
+        self.queues = ByRank(lambda peer: WorkerThread(f"{link.name} to {peer}"))
 
     def send(self, record: Announcement, call: Send, tensor: Tensor) -> None:
         """Deliver a message now. Raises what the mailbox raises; a half-sent message ends the pair."""

@@ -23,6 +23,7 @@ from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports import registered_memory
+from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import MemoryHandle, PeerMemory
 from torchdist_ref.transports.segment import REGISTERED_MEMORY
 
@@ -79,6 +80,11 @@ class ZeroCopyPath(ABC):
             with torch.inference_mode(False):
                 found = self._compiled[locations] = self.compile(locations)
         return found
+
+
+def memory_of_ranks(link: Link) -> tuple[PeerMemory, ...]:
+    """Return the registered memory of every rank, including this one."""
+    return tuple(PeerMemory(row.pid) for row in link.rows)
 
 
 def registered_path(plan: Plan, neighbors: Sequence[PeerMemory]) -> RegisteredPath | None:

@@ -22,7 +22,7 @@ from tests.backends.device_stand_in import (
     seen_by_host,
     to_be_doubled,
 )
-from torchdist_ref.backends.ref import staging
+from torchdist_ref.backends.ref import contiguous
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.testing import fill, run
 
@@ -139,8 +139,8 @@ def test_only_what_is_read_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch
 
 def test_contiguous_tensors_are_not_copied() -> None:
     tensor, call = fill(0, (4, 3)), AllReduce("sum")
-    assert staging.contiguous_on_host(tensor, call) is tensor and staging.receive_buffer(tensor, call) is tensor
-    assert staging.contiguous_on_host(tensor.t(), call).data_ptr() != tensor.data_ptr()
-    for look in (staging.contiguous_on_host, staging.receive_buffer):
+    assert contiguous.contiguous_on_host(tensor, call) is tensor and contiguous.receive_buffer(tensor, call) is tensor
+    assert contiguous.contiguous_on_host(tensor.t(), call).data_ptr() != tensor.data_ptr()
+    for look in (contiguous.contiguous_on_host, contiguous.receive_buffer):
         with pytest.raises(dist.DistBackendError, match="meta"):
             look(torch.empty(2, device="meta"), call)
