@@ -72,6 +72,7 @@ pipeline.sync.skip.namespace               pipeline.skip        Namespace
 pipeline.sync.skip.skippable               pipeline.skip        Skippable pop skippable stash verify_skippables
 pipeline.sync.utils                        pipeline.pipe        partition_model
 
+parallel.bucket                           algorithms.bucket    GradBucket
 nn.rooted                                  nn.functional        broadcast gather reduce scatter
 nn.symmetric                               nn.functional        all_gather all_reduce all_to_all
 nn.symmetric                               nn.functional        all_to_all_single reduce_scatter

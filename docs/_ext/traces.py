@@ -137,7 +137,10 @@ def message(rank: int) -> dict[str, list[Hop]]:
 
 
 def gradient(rank: int) -> dict[str, list[Hop]]:
-    """Trace forward and backward of the third step: two linear layers, a bucket for each."""
+    """Trace forward and backward of the twelfth step: two linear layers, a bucket for each.
+
+    The first step rebuilds the buckets, and DDP measures the ten after it, then one in a hundred (`logging_data`).
+    """
     import torch
 
     from torchdist_ref import DistributedDataParallel
@@ -146,7 +149,7 @@ def gradient(rank: int) -> dict[str, list[Hop]]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)), bucket_cap_mb=1e-4)
     data = fill(rank, (2, 8))
-    for _ in range(3):
+    for _ in range(12):
         with Tracer() as tracer:
             ddp(data).sum().backward()
     return {"gradient": tracer.hops}

@@ -1,7 +1,8 @@
 """Division by the number of ranks: the one place that says by what a sum of gradients is divided.
 
-All share one `Divisor`. The reducer and the hooks call `average`; `storage.DenseBucket` multiplies by its `factor`
-while it packs. Do not divide by a world size elsewhere.
+All share one `Divisor`. The exchanges and the hooks call `average`, which divides. The packers of `parallel.storage`
+multiply by the divisor's `factor` while gradients are in the cache, as torch's reducer does. The two differ in the last
+bit unless the divisor is a power of two. Do not divide by a world size elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Divisor:
 
     Attributes:
         value: Number of ranks in the average.
+        factor: Reciprocal of the value.
 
     Example:
         >>> divisor = Divisor(4)
@@ -27,15 +29,15 @@ class Divisor:
         tensor([0.5000, 2.0000])
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("factor", "value")
 
     def __init__(self, value: float) -> None:
-        self.value = float(value)
+        self.change(value)
 
-    @property
-    def factor(self) -> float:
-        """Reciprocal, by which a packer multiplies while it copies."""
-        return 1.0 / self.value
+    def change(self, value: float) -> None:
+        """Divide by another number from now on."""
+        self.value = float(value)
+        self.factor = 1.0 / self.value
 
     @property
     def factor_is_exact(self) -> bool:
@@ -43,18 +45,14 @@ class Divisor:
         return self.value.is_integer() and not int(self.value) & (int(self.value) - 1)
 
 
-def average(buffer: torch.Tensor, divisor: Divisor, by_factor: bool = False) -> torch.Tensor:
+def average(buffer: torch.Tensor, divisor: Divisor) -> torch.Tensor:
     """Divide a sum over ranks, or this rank's summand, by the divisor, in place.
 
     Args:
         buffer: Dense or sparse tensor. Dividing the summand keeps sums of 16-bit floats in range.
         divisor: Number of ranks.
-        by_factor: Multiply by the reciprocal, as the packer does. The last bit may differ from a division unless the
-            divisor is a power of two; torch's reducer multiplies, and torch's hooks divide. Default False.
 
     Returns:
         The buffer.
     """
-    if divisor.value == 1.0:
-        return buffer
-    return buffer.mul_(divisor.factor) if by_factor else buffer.div_(divisor.value)
+    return buffer if divisor.value == 1.0 else buffer.div_(divisor.value)

@@ -34,7 +34,7 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, ex
 from torchdist_ref.parallel import bucketing, construction, logging_data, synchronization
 from torchdist_ref.parallel.exchange import HookExchange, check_hook
 from torchdist_ref.parallel.modes import DelayedParameters, LowPrecision, MixedPrecision, take_over_optimizers
-from torchdist_ref.parallel.reducer import Reducer, RuntimeStatistics
+from torchdist_ref.parallel.reducer import Reducer
 from torchdist_ref.parallel.synchronization import BufferHook, ModuleStates, _BufferCommHookLocation
 
 logger = logging.getLogger("torchdist_ref.parallel")
@@ -190,8 +190,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if delayed:
             synchronization.broadcast_tensors([parameter for _, parameter in delayed], self.process_group)
             self._delayed = DelayedParameters(delayed, param_to_hook_all_reduce, self.process_group)
-        self._build()
         self._logs = groups.get_debug_level() != groups.DebugLevel.OFF
+        self._build()
         if self._logs:
             logger.info("DistributedDataParallel: constructed: %s", logging_data.as_text(self._get_ddp_logging_data()))
 
@@ -204,11 +204,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _build(self) -> None:
         self.states = ModuleStates(self.module, self.parameters_to_ignore, self.process_group)
-        self.reducer = Reducer(self._entries, self.process_group, self._options)
+        statistics = logging_data.RuntimeStatistics()
+        statistics.logs = self._logs
+        self.reducer = Reducer(self._entries, self.process_group, self._options, statistics)
         self.reducer.finalizes_manually = self._finalizes_manually
-        self._statistics = RuntimeStatistics()
-        ddp = weakref.ref(self)
-        self.reducer.on_times = lambda times: _log_times(ddp(), times)
         self._before_first_forward = True
         if self.mixed_precision is not None:
             self.reducer.precision = LowPrecision(self.module, self.mixed_precision, self.parameters_to_ignore)
@@ -231,8 +230,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if take_over_optimizers(entry.parameter for entry in self._entries):
                 self.register_comm_hook(weakref.ref(self), _apply_optim_in_backward_hook(self.gradient_as_bucket_view))
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.require_finalized()
-            self.reducer.times = self._statistics.begin_iteration()
+            self.reducer.begin_iteration()
         joining = self._join_config.enable
         if joining:
             self._count_working_ranks()
@@ -496,7 +494,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Notify ranks without inputs that this rank has one, and learn how many ranks have."""
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
-            self.reducer.divisor.value = float(work.result()[0])
+            self.reducer.divisor.change(float(work.result()[0]))
 
     def _match_iteration(self) -> None:
         """Make the collectives of one iteration, in the order of `forward` and the reducer, contributing zeros."""
@@ -512,7 +510,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _broadcast_final_states(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that worked to the end to all ranks."""
-        self.reducer.divisor.value = float(groups.get_world_size(self.process_group))
+        self.reducer.divisor.change(groups.get_world_size(self.process_group))
         root = synchronization.highest_rank(is_last_joiner, self.process_group, self.device)
         self.states.broadcast(self.broadcast_buffers, root)
 
@@ -528,8 +526,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy on the default group, without communication."""
         chosen = state["_delayed"]
-        # Pickles of earlier releases lack the second.
-        nn.Module.__setstate__(self, {"_finalizes_manually": False} | state | {"_delayed": None})
+        # Pickles of earlier releases lack the first two.
+        earlier = {"_finalizes_manually": False, "_logs": False}
+        nn.Module.__setstate__(self, earlier | state | {"_delayed": None})
         self._options = bucketing.completed(self._options)
         self.process_group = construction.choose_group(None, None)
         self._entries = construction.entries(self.module, self.parameters_to_ignore)
@@ -627,7 +626,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _rebuild_reducer(self) -> None:
         """Replace the reducer by one of the current group and options, with the registered hooks."""
-        before, self.reducer = self.reducer, Reducer(self._entries, self.process_group, self._options)
+        before = self.reducer
+        self.reducer = Reducer(self._entries, self.process_group, self._options, before.statistics)
         self.reducer.precision, self.reducer.at_the_end = before.precision, before.at_the_end
         self.reducer.finalizes_manually = before.finalizes_manually
         former = before.exchange
@@ -676,7 +676,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Return how this DDP was constructed, its buckets, and times of the last sampled iteration, as torch does."""
         return {
             **logging_data.construction_data(self),
-            **logging_data.runtime_data(self.reducer, self._statistics),
+            **logging_data.runtime_data(self.reducer),
             **({"comm_hook": self._hook_name} if self._hook_name else {}),
             **({"static_graph": 1} if self.static_graph else {}),
         }
@@ -690,7 +690,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not isinstance(sample_rate, int) or sample_rate < 1:
             expected = "equal or greater than 1"
             raise ArgumentError(explain("DistributedDataParallel", "sample_rate", expected, sample_rate))
-        self._statistics.sample_rate = sample_rate
+        self.reducer.statistics.sample_rate = sample_rate
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -715,14 +715,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, wanted: bool) -> None:
         self.broadcast_buffers = wanted
-
-
-def _log_times(ddp: DistributedDataParallel | None, times: dict[str, Any]) -> None:
-    """Keep the times of a sampled iteration; log them too if DDP was constructed at INFO or DETAIL."""
-    if ddp is not None:
-        ddp._statistics.end_iteration(times)  # noqa: SLF001 (of this module)
-        if ddp._logs:  # noqa: SLF001 (of this module)
-            logger.info("DistributedDataParallel: runtime: %s", logging_data.as_text(times))
 
 
 class _JoinDDP(JoinHook):

@@ -1,9 +1,9 @@
-"""Exchange of one bucket by a user's communication hook, checked when it is registered and called here.
+"""Exchange of one bucket between the ranks: the sum of all ranks, or a user's communication hook.
 
-`HookExchange` calls a hook where the reducer would sum a bucket itself. A hook is user code that runs deep inside
-backward, so every error names the hook, the bucket and the rank, and every wait has a time-out. Checks at registration
-accept hooks written for torch, for this library, and without annotations. Do not add the bucket's origin or the use of
-its result here.
+The reducer launches and waits for either in the same way. A hook is user code that runs deep inside backward, so every
+error names the hook, the bucket and the rank, and every wait has a time-out. `check_hook` accepts, at registration,
+hooks written for torch, for this library, and without annotations. Do not add the bucket's origin or the use of its
+result here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.futures import Future
 from torchdist_ref import groups
 from torchdist_ref.algorithms.bucket import GradBucket, LaunchedBucket
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
-from torchdist_ref.algorithms.division import Divisor
+from torchdist_ref.algorithms.division import Divisor, average
+from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -39,6 +40,54 @@ from torchdist_ref.torch_internals import torch_private
 AnyFuture = torch_private.FUTURE.get()
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+
+_SUM = AllReduce()
+
+
+class AllReduceExchange:
+    """Average without a hook: divide, then sum.
+
+    Submits the call to the group's backend itself, since the reducer's own buffer needs no checks of arguments, and
+    waits on the Work, which is faster than its Future. Gradients are divided while they are packed, which saves a pass
+    over memory, and before the sum, so that sums of 16-bit floats stay in range.
+
+    Args:
+        group: Group that DDP was given.
+        divisor: Divisor of the sums.
+        fold: Whether gradients are divided while they are packed. False divides whole buckets, and only those that are
+            launched. Default True.
+    """
+
+    wire_dtype: torch.dtype | None = None
+    keeps_buffer = False
+
+    def __init__(self, group: Any, divisor: Divisor, fold: bool = True) -> None:
+        self.group: Any = groups.world.resolve(group)
+        self.divisor = divisor
+        self.fold = fold
+        self.average_group = self.group
+
+    @property
+    def scale(self) -> float:
+        """Reciprocal of the divisor, unless whole buckets are divided."""
+        return self.divisor.factor if self.fold else 1.0
+
+    def launch(self, bucket: LaunchedBucket) -> Any:
+        """Start the sum."""
+        contents = bucket.contents()
+        if bucket.scale == 1.0:
+            average(contents, self.divisor)
+        if contents.is_sparse:
+            return groups.all_reduce(contents, group=self.group, async_op=True), contents
+        return self.group.backend.submit(_SUM, (contents,), (contents,), False), contents
+
+    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
+        """Wait for the sum, as long as the group's time-out allows."""
+        work, contents = handle
+        work.wait()
+        result: torch.Tensor = contents
+        return result
 
 
 class HookExchange:
@@ -181,7 +230,7 @@ def timeout_seconds(group: Any) -> float:
 
 
 def _group_of(state: Any) -> groups.ProcessGroup | None:
-    """Return the group of ours that the state of a hook over a group stands for."""
+    """Return our group for a hook's `state`: None means the default group; None if the state is something else."""
     if state is None:
         return groups.GroupMember.WORLD
     return state if isinstance(state, groups.ProcessGroup) else None

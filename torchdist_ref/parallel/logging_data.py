@@ -1,20 +1,36 @@
 """Logging data of DDP, under torch's names: how it was constructed, and where the time of sampled iterations went.
 
-`reducer.RuntimeStatistics` has one dict of times for an iteration that is sampled, and the reducer writes into it; else
-there is none, and nothing is measured. `construction_data` and `runtime_data` describe a DDP for
-`_get_ddp_logging_data`. Times are in nanoseconds of `time.time_ns`. Do not add measurements of single calls here: a
-group's recorder has them.
+In an iteration that is sampled, the reducer writes times into a dict; in others it has none and measures nothing.
+`RuntimeStatistics` receives the dict at the end of the iteration and averages the durations. `construction_data` and
+`runtime_data` describe a DDP for `_get_ddp_logging_data`. Times are in nanoseconds of `time.time_ns`. Do not add
+measurements of single calls here: a group's recorder has them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.parallel.reducer import Reducer, RuntimeStatistics
+
+if TYPE_CHECKING:
+    from torchdist_ref.parallel.reducer import Reducer
+
+logger = logging.getLogger("torchdist_ref.parallel")
+
+# The first iteration includes what happens once, so it is not sampled. The next ten all are, later ones at the rate.
+FIRST_ITERATIONS = 10
+DEFAULT_SAMPLE_RATE = 100
+
+_DURATIONS = {
+    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
+    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
+    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
+    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
+}
 
 # torch's names of dtypes in C++, where they differ from those in Python.
 _DTYPES = {
@@ -44,6 +60,37 @@ _OF_BACKENDS = {
 }
 
 
+class RuntimeStatistics:
+    """Times of the last sampled iteration, and averages over all sampled ones.
+
+    Attributes:
+        sample_rate: Every iteration whose number divides by it is sampled, and the first ones.
+        iteration: Number of iterations that have begun, less one.
+        values: Times and counts of the last sampled iteration, under torch's names.
+        logs: Whether the values are also logged. Default False.
+    """
+
+    def __init__(self) -> None:
+        self.sample_rate = DEFAULT_SAMPLE_RATE
+        self.iteration = -1
+        self.values: dict[str, Any] = {}
+        self.logs = False
+        self._sampled = 0
+        self._sums = dict.fromkeys(_DURATIONS, 0)
+
+    def end_iteration(self, times: dict[str, Any]) -> None:
+        """Compute the durations of a sampled iteration, and add them to the averages."""
+        times.setdefault("backward_comm_time_start", times["backward_compute_time_end"])
+        self._sampled += 1
+        for name, (begin, end) in _DURATIONS.items():
+            times[name] = max(0, times[end] - times[begin])
+            self._sums[name] += times[name]
+            times[f"avg_{name}"] = self._sums[name] // self._sampled
+        self.values = times
+        if self.logs:
+            logger.info("DistributedDataParallel: runtime: %s", as_text(times))
+
+
 def construction_data(ddp: Any) -> dict[str, Any]:
     """Return how a DDP was constructed."""
     parameters = [entry.parameter for entry in ddp._entries]  # noqa: SLF001 (DDP asks for it)
@@ -70,14 +117,14 @@ def construction_data(ddp: Any) -> dict[str, Any]:
     }
 
 
-def runtime_data(reducer: Reducer, statistics: RuntimeStatistics) -> dict[str, Any]:
+def runtime_data(reducer: Reducer) -> dict[str, Any]:
     """Return the buckets of a DDP now, and the times of its last sampled iteration."""
     sizes = _joined(sum(reducer.parameters[member].nbytes for member in bucket) for bucket in reducer.assignment)
     found: dict[str, Any] = {"has_rebuilt_buckets": int(reducer.rebuilt)}
     if reducer.rebuilt:
         found["rebuilt_bucket_sizes"] = sizes
         found["rebuilt_per_bucket_param_indices"] = _joined(" ".join(map(str, bucket)) for bucket in reducer.assignment)
-    return {**found, "bucket_sizes": sizes, "iteration": 0, **statistics.values}
+    return {**found, "bucket_sizes": sizes, "iteration": 0, **reducer.statistics.values}
 
 
 def _joined(values: Any) -> str:

@@ -4,10 +4,12 @@ The names are those of torch's reducer.hpp. One iteration, in order:
 
 1. `Reducer.prepare_for_backward` (after forward) makes every gradient pending.
 2. Autograd finishes a parameter's gradient, and `mark_variable_ready` copies it into its bucket.
-3. `all_reduce_bucket` launches a bucket without pending gradients, in index order on all ranks: its gradients are
-   summed (`AllReduceExchange`), or given to a communication hook (`exchange.HookExchange`).
+3. `all_reduce_bucket` launches a bucket without pending gradients, in index order on all ranks. An exchange sums the
+   gradients, or passes them to a communication hook (`exchange`).
 4. When nothing is pending, `finalize_backward` runs at the end of backward. It waits for the buckets in order and
    copies the results to the parameters. The last bucket may be averaged in place (`storage.InPlaceGradients`).
+
+`Phase` is the position in this sequence, and `Usage` says how the reducer learns which parameters take part.
 
 After the first iteration `rebuild_buckets` divides the parameters anew, in the order in which gradients became ready on
 rank 0. Do not add backends here, nor what a hook does with a bucket.
@@ -15,125 +17,81 @@ rank 0. Do not add backends here, nor what a hook does with a bucket.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from functools import partial
 from time import time_ns
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.bucket import BucketExchange, LaunchedBucket
-from torchdist_ref.algorithms.division import Divisor, average
-from torchdist_ref.calls import AllReduce
+from torchdist_ref.algorithms.bucket import BucketExchange
+from torchdist_ref.algorithms.division import Divisor
 from torchdist_ref.errors import DistError
-from torchdist_ref.parallel import bucketing, storage, synchronization
+from torchdist_ref.parallel import autograd_graph, bucketing, storage, synchronization
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
+from torchdist_ref.parallel.exchange import AllReduceExchange
+from torchdist_ref.parallel.logging_data import FIRST_ITERATIONS, RuntimeStatistics
 from torchdist_ref.parallel.modes import LowPrecision
 from torchdist_ref.torch_internals import torch_private
 
 autograd = torch_private.AUTOGRAD.bind()
 
 logger = logging.getLogger("torchdist_ref.parallel")
-_SUM = AllReduce()
-
 
 _GRAPH_CHANGED = "Your training graph has changed in this iteration"
-# The first iterations are sampled all, but for the first; later ones at the rate.
-FIRST_ITERATIONS = 10
-DEFAULT_SAMPLE_RATE = 100
 
-_DURATIONS = {
-    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
-    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
-    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
-    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
+
+class Phase(Enum):
+    """Position of the reducer in an iteration. `LEGAL` lists every transition.
+
+    An iteration without errors goes down one of two columns::
+
+        IDLE                     IDLE
+         |  forward               |  forward
+        FORWARD_DONE             FORWARD_DONE
+         |  first gradient        |  first gradient
+        BACKWARD                 BACKWARD
+         |  end of backward       |  all gradients ready; the caller finalizes
+        IDLE                     AWAITS_CALLER
+                                  |  Reducer.finalize_manually
+                                 IDLE
+    """
+
+    IDLE = "no backward pass is expected"
+    FORWARD_DONE = "a forward pass awaits its backward pass"
+    BACKWARD = "gradients arrive, and buckets are launched"
+    AWAITS_CALLER = "all gradients are ready, and the caller is to finalize"
+    FAILED = "an exchange raised"
+
+
+# Two forward passes may follow each other: the outputs of the first were only looked at. A failure lasts until the next
+# forward pass, which then does not report gradients that are missing because of it. Every phase may lead to IDLE: in
+# `Join`, a rank without inputs drops what its last iteration has left.
+LEGAL = {
+    Phase.IDLE: {Phase.IDLE, Phase.FORWARD_DONE},
+    Phase.FORWARD_DONE: {Phase.IDLE, Phase.FORWARD_DONE, Phase.BACKWARD},
+    Phase.BACKWARD: {Phase.IDLE, Phase.AWAITS_CALLER, Phase.FAILED},
+    Phase.AWAITS_CALLER: {Phase.IDLE, Phase.FAILED},
+    Phase.FAILED: {Phase.IDLE, Phase.FORWARD_DONE, Phase.FAILED},
 }
 
 
-class RuntimeStatistics:
-    """Times of the last sampled iteration, and averages over all sampled ones.
+class Usage(Enum):
+    """How the reducer learns which parameters get a gradient in an iteration; chosen by the arguments of DDP.
 
-    Attributes:
-        sample_rate: Every iteration whose number divides by it is sampled, and the first ones.
-        iteration: Number of iterations that have begun, less one.
-        values: Times and counts of the last sampled iteration, under torch's names.
+    With SEARCHED and RECORDING, only the end of backward shows which parameters got none.
     """
 
-    def __init__(self) -> None:
-        self.sample_rate = DEFAULT_SAMPLE_RATE
-        self.iteration = -1
-        self.values: dict[str, Any] = {}
-        self._sampled = 0
-        self._sums = dict.fromkeys(_DURATIONS, 0)
-
-    def begin_iteration(self) -> dict[str, Any] | None:
-        """Return a dict for the times of an iteration that begins now, or None if it is not sampled."""
-        self.iteration += 1
-        number = self.iteration
-        if not number or (number > FIRST_ITERATIONS and number % self.sample_rate):
-            return None
-        return {"iteration": number, "forward_compute_time_start": time_ns(), "num_buckets_reduced": 0}
-
-    def end_iteration(self, times: dict[str, Any]) -> None:
-        """Compute the durations of a sampled iteration, and add them to the averages."""
-        times.setdefault("backward_comm_time_start", times["backward_compute_time_end"])
-        self._sampled += 1
-        for name, (begin, end) in _DURATIONS.items():
-            times[name] = max(0, times[end] - times[begin])
-            self._sums[name] += times[name]
-            times[f"avg_{name}"] = self._sums[name] // self._sampled
-        self.values = times
-
-
-class AllReduceExchange:
-    """Average without a hook: divide, then sum.
-
-    Submits the call to the group's backend itself, since the reducer's own buffer needs no checks of arguments, and
-    waits on the Work, which is faster than its Future. Gradients are divided while they are packed, which saves a pass
-    over memory, and before the sum, so that sums of 16-bit floats stay in range.
-
-    Args:
-        group: Group that DDP was given.
-        divisor: Divisor of the sums.
-        fold: Whether gradients are divided while they are packed. False divides whole buckets, and only those that are
-            launched. Default True.
-    """
-
-    wire_dtype: torch.dtype | None = None
-    keeps_buffer = False
-
-    def __init__(self, group: Any, divisor: Divisor, fold: bool = True) -> None:
-        self.group: Any = groups.world.resolve(group)
-        self.divisor = divisor
-        self.fold = fold
-        self.average_group = self.group
-
-    @property
-    def scale(self) -> float:
-        """Reciprocal of the divisor, unless whole buckets are divided."""
-        return self.divisor.factor if self.fold else 1.0
-
-    def launch(self, bucket: LaunchedBucket) -> Any:
-        """Start the sum."""
-        contents = bucket.contents()
-        if bucket.scale == 1.0:
-            average(contents, self.divisor)
-        if contents.is_sparse:
-            return groups.all_reduce(contents, group=self.group, async_op=True), contents
-        return self.group.backend.submit(_SUM, (contents,), (contents,), False), contents
-
-    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
-        """Wait for the sum, as long as the group's time-out allows."""
-        work, contents = handle
-        work.wait()
-        result: torch.Tensor = contents
-        return result
+    ALL = "every parameter gets one"
+    SEARCHED = "find_unused_parameters: search the graph after each forward pass"
+    RECORDING = "static_graph, first iteration: count how often autograd runs each hook"
+    RECORDED = "static_graph, later iterations: as counted"
 
 
 class Reducer:
@@ -143,8 +101,12 @@ class Reducer:
         entries: The parameters, in the order of definition.
         group: Group that DDP was given.
         options: Arguments of DDP.
+        statistics: Receives the times of sampled iterations.
 
     Attributes:
+        phase: Position in the iteration.
+        usage: How the reducer learns which parameters get a gradient.
+        times: Times of this iteration, under torch's names, if it is sampled; else None.
         divisor: Divisor of the average; `Join` alone changes it.
         exchange: Exchange of the buckets.
         buckets: Buckets in the order of communication.
@@ -154,18 +116,18 @@ class Reducer:
         finalizes_manually: Whether `finalize_manually` ends an iteration, and not the end of backward.
     """
 
-    def __init__(self, entries: Sequence[ParameterEntry], group: Any, options: ReducerOptions) -> None:
+    def __init__(
+        self, entries: Sequence[ParameterEntry], group: Any, options: ReducerOptions, statistics: RuntimeStatistics
+    ) -> None:
         self.entries = entries
         self.group = group
         self.options = options
-        # Times of this iteration, if it is sampled; `logging_data` sets both.
+        self.statistics = statistics
+        self.phase = Phase.IDLE
+        self.usage = Usage.SEARCHED if options.find_unused else Usage.ALL
+        if options.static_graph:
+            self.usage = Usage.RECORDING
         self.times: dict[str, Any] | None = None
-        self.on_times: Callable[[dict[str, Any]], None] = lambda times: None
-        self.static_graph = self._static_graph_first_iteration = options.static_graph
-        # Whether unused parameters are searched for in every iteration.
-        self.dynamic_graph_find_unused = options.find_unused and not options.static_graph
-        # Whether only the end of backward shows which parameters take part in this iteration.
-        self._usage_is_open = self.static_graph or self.dynamic_graph_find_unused
         self.divisor = Divisor(groups.get_world_size(group))
         self.exchange: BucketExchange = AllReduceExchange(group, self.divisor, fold=not options.skip_unused)
         self.parameters = [entry.parameter for entry in entries]
@@ -177,15 +139,12 @@ class Reducer:
         self._ready_order: list[int] = []
         self._used_locally = bytearray(len(entries))
         self._unused_everywhere: set[int] = set()
+        # Parameters that this rank's forward pass does not reach.
         self._unused: list[int] = []
-        # Whether the outputs of this rank's forward pass reach no parameter.
-        self._reaches_none = False
         # Parameters without a gradient at the end of the last backward pass, though its outputs reach them.
         self._given_up: frozenset[int] = frozenset()
         self._nodes: list[Node | None] = [None] * len(entries)
-        # Whether an exchange raised: then the next forward pass does not report missing gradients.
-        self._armed = self._begun = self._failed = False
-        self.finalizes_manually = self._awaits_finalization = False
+        self.finalizes_manually = False
         in_place = self._can_average_in_place()
         limits = options.caps.initial
         self._initialize_buckets(bucketing.in_definition_order(self.parameters, limits, self.sparse), in_place)
@@ -193,6 +152,17 @@ class Reducer:
         # Called at the end of backward, to wait for more than gradients.
         self.at_the_end: Callable[[], None] | None = None
         self.register_autograd_hooks()
+
+    def _enter(self, phase: Phase) -> None:
+        """Go on to a phase."""
+        if phase not in LEGAL[self.phase]:
+            raise DistError(f"DistributedDataParallel: a reducer cannot go from {self.phase.name} to {phase.name}.")
+        self.phase = phase
+
+    @property
+    def _usage_is_open(self) -> bool:
+        """Whether only the end of backward shows which parameters take part in this iteration."""
+        return self.usage in (Usage.SEARCHED, Usage.RECORDING)
 
     def use(self, exchange: BucketExchange) -> None:
         """Exchange buckets like this from now on."""
@@ -202,7 +172,7 @@ class Reducer:
 
     def register_autograd_hooks(self) -> None:
         """Register `_autograd_hook` for each gradient; again, when parameters have changed their dtype."""
-        former, self._nodes = self._nodes, [accumulator(parameter) for parameter in self.parameters]
+        former, self._nodes = self._nodes, [autograd_graph.accumulator(parameter) for parameter in self.parameters]
         for index, node in enumerate(self._nodes):
             # Parameters that keep their dtype keep the node, which has the hook.
             if node is not None and node is not former[index]:
@@ -210,18 +180,26 @@ class Reducer:
 
     # ---- before forward
 
-    def require_finalized(self) -> None:
-        """Raise if the caller has not finalized the last backward pass, which waits for it."""
-        if self._awaits_finalization and not self._failed:
+    def begin_iteration(self) -> None:
+        """Count an iteration whose backward pass communicates, and choose whether to measure it.
+
+        Raises:
+            DistError: The caller has not finalized the last backward pass.
+        """
+        if self.phase is Phase.AWAITS_CALLER:
             raise DistError(
                 "DistributedDataParallel: Expected to have finalized the prior backward pass before starting a new one "
                 f"(on rank {groups.get_rank(self.group)}). Call finalize_backward() after backward() when "
                 "require_manual_backward_finalization is True."
             )
+        self.statistics.iteration += 1
+        number, self.times = self.statistics.iteration, None
+        if number and (number <= FIRST_ITERATIONS or not number % self.statistics.sample_rate):
+            self.times = {"iteration": number, "forward_compute_time_start": time_ns(), "num_buckets_reduced": 0}
 
     def rebuild_buckets(self) -> bool:
         """Build buckets in rank 0's order of gradients; once, after an iteration in which all gradients were ready."""
-        if self.rebuilt or len(self._ready_order) < len(self.entries) or self.dynamic_graph_find_unused:
+        if self.rebuilt or len(self._ready_order) < len(self.entries) or self.usage is Usage.SEARCHED:
             return False
         # Parameters that a static graph leaves unused are ready first; they must not delay the others.
         ready = sorted(self._ready_order, key=self._unused.__contains__)
@@ -264,36 +242,31 @@ class Reducer:
         self._hooks_left = self._hook_counts.copy()
         self._pending = len(self.entries)
         self._next_bucket = 0
-        self._begun = self._failed = self._awaits_finalization = False
         self._ready_order.clear()
         for bucket in self.buckets:
             bucket.reset()
         if self._usage_is_open:
             self._search_unused_parameters(outputs)
-        self._armed = True
+        self._enter(Phase.FORWARD_DONE)
 
     def _search_unused_parameters(self, outputs: Any) -> None:
         """Find the parameters that backward cannot reach, and be notified when it begins even if it reaches none."""
-        tensors = list(tensors_in(outputs))
-        if not self.static_graph or self._static_graph_first_iteration:
-            nodes = reachable(tensors)
-            unused = [i for i, node in enumerate(self._nodes) if node not in nodes]
-            self._reaches_none = len(unused) == len(self.entries)
-            if not self.static_graph:
-                self._unused = unused
+        tensors = list(autograd_graph.tensors_in(outputs))
+        nodes = autograd_graph.reachable(tensors)
+        self._unused = [i for i, node in enumerate(self._nodes) if node not in nodes]
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 tensor.register_hook(_weak_hook(self, lambda reducer, _: reducer.on_output_gradient()))
 
     def _check_finished(self) -> None:
         """Raise if the last backward pass has left gradients without their all_reduce."""
-        if not (self._armed and self._begun) or self._failed:
+        if self.phase is not Phase.BACKWARD:
             return
         missing = [repr(entry.name) for entry, left in zip(self.entries, self._hooks_left, strict=True) if left > 0]
         # The phrases of torch's errors, which programs match, are in tests/groups/compatibility_table.py.
         advice = (
             f"{_GRAPH_CHANGED}: static_graph=True promises the same graph every time."
-            if self.static_graph
+            if self.options.static_graph
             else "If they are meant to take no part, pass find_unused_parameters=True; "
             "if they are not, make sure that every output of forward reaches the loss."
         )
@@ -308,22 +281,24 @@ class Reducer:
 
     def on_output_gradient(self) -> None:
         """Begin if the pass that runs accumulates gradients: `torch.autograd.grad` may come before it."""
-        if self._armed and not self._begun and (self._reaches_none or _accumulates(self._nodes)):
-            self.begin_backward()
+        if self.phase is Phase.FORWARD_DONE:
+            reaches_none = len(self._unused) == len(self.entries)
+            if reaches_none or autograd_graph.accumulates(self._nodes):
+                self.begin_backward()
 
     def begin_backward(self) -> None:
         """Set the packing of this iteration, and mark parameters that backward cannot reach as ready."""
         with self._lock:
-            if self._begun or not self._armed:
+            if self.phase is not Phase.FORWARD_DONE:
                 return
-            self._begun = True
+            self._enter(Phase.BACKWARD)
             if self.times is not None:
                 self.times["backward_compute_time_start"] = time_ns()
             for bucket in self.buckets:
                 bucket.set_packing(self.exchange.scale, self.exchange.wire_dtype)
             if self._usage_is_open:
                 autograd.queue_callback(self._end_of_backward)
-            if not self._static_graph_first_iteration:
+            if self.usage is not Usage.RECORDING:
                 for index in self._unused:
                     self.mark_variable_ready(index)
 
@@ -333,15 +308,15 @@ class Reducer:
             self._used_locally[index] = 1
         if self.precision is not None:
             self.precision.restore_after_backward()
-        if not self._armed:
+        if self.phase is Phase.IDLE:
             if index in self._given_up and gradients[0] is not None:
                 self._raise_too_late(index)
             return
         with self._lock:
-            if not self._begun:
+            if self.phase is Phase.FORWARD_DONE:
                 self.begin_backward()
             self._hooks_left[index] -= 1
-            if self._static_graph_first_iteration:
+            if self.usage is Usage.RECORDING:
                 return
             if self._hooks_left[index] < 0:
                 self._raise_marked_twice(index)
@@ -351,7 +326,7 @@ class Reducer:
     def _raise_marked_twice(self, index: int) -> None:
         advice = (
             f"{_GRAPH_CHANGED}: static_graph=True promises the same graph, and the parameter was used more often."
-            if self.static_graph
+            if self.options.static_graph
             else "It is probably used by two forward passes, or in reentrant backward passes (activation "
             "checkpointing); if the graph is always the same, pass static_graph=True."
         )
@@ -387,7 +362,7 @@ class Reducer:
         self._pending -= 1
         if not (self._pending or self._usage_is_open):
             if self.finalizes_manually:
-                self._awaits_finalization = True
+                self._enter(Phase.AWAITS_CALLER)
             else:
                 autograd.queue_callback(self.finalize_backward)
 
@@ -407,7 +382,7 @@ class Reducer:
         try:
             bucket.launched = self.exchange.launch(bucket)
         except BaseException:
-            self._failed = True
+            self._enter(Phase.FAILED)
             raise
 
     # ---- at the end of backward
@@ -415,7 +390,7 @@ class Reducer:
     def _end_of_backward(self) -> None:
         """Mark parameters without a gradient as ready, and finalize."""
         with self._lock, torch.no_grad():
-            if self._static_graph_first_iteration:
+            if self.usage is Usage.RECORDING:
                 self._record_static_graph()
             else:
                 self._given_up = frozenset(index for index, left in enumerate(self._hooks_left) if left > 0)
@@ -423,7 +398,7 @@ class Reducer:
                 if left > 0:
                     self.mark_variable_ready(index)
             if self.finalizes_manually:
-                self._awaits_finalization = True
+                self._enter(Phase.AWAITS_CALLER)
             else:
                 self.finalize_backward()
 
@@ -436,12 +411,12 @@ class Reducer:
     @property
     def expects_backward(self) -> bool:
         """Whether a forward pass awaits its backward pass, or that its finalization."""
-        return self._armed
+        return self.phase is not Phase.IDLE
 
     @property
     def is_known_at_end_only(self) -> bool:
         """Whether only the end of the next backward pass shows that all gradients are ready."""
-        will_rebuild = not (self.rebuilt or self.dynamic_graph_find_unused)
+        will_rebuild = not (self.rebuilt or self.usage is Usage.SEARCHED)
         return will_rebuild or self._usage_is_open or self.precision is not None
 
     def finalize_manually(self) -> None:
@@ -455,12 +430,14 @@ class Reducer:
                 "manual backward finalization is not required. Set require_manual_backward_finalization to True before "
                 "the forward pass"
             )
-        elif not (self._armed and self._begun):
+        elif self.phase is Phase.FAILED:
+            fault = "the exchange of its gradients failed. Make another forward and backward pass"
+        elif self.phase in (Phase.IDLE, Phase.FORWARD_DONE):
             fault = (
                 "no gradient reduction requires finalization: no_sync() was active, backward has not begun, or "
                 "finalize_backward() was called before"
             )
-        elif not self._awaits_finalization:
+        elif self.phase is not Phase.AWAITS_CALLER:
             fault = "not all gradient buckets are ready. Call it after backward, or later in it"
         else:
             with self._lock:
@@ -481,11 +458,13 @@ class Reducer:
             with torch.no_grad():
                 self._finalize_buckets()
                 self.in_place.average(self.exchange.divisor)
+            if self.times is not None:
+                self._end_times(self.times)
+            if self.at_the_end is not None:
+                self.at_the_end()
         except BaseException:
-            self._failed = True
+            self._enter(Phase.FAILED)
             raise
-        if self.times is not None:
-            self._end_times(self.times)
         self._reset()
 
     def _end_times(self, times: dict[str, Any]) -> None:
@@ -496,7 +475,7 @@ class Reducer:
         times["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, self._ready_order))
         times["unused_parameter_size"] = sum(self.parameters[index].nbytes for index in self._unused)
         self.times = None
-        self.on_times(times)
+        self.statistics.end_iteration(times)
 
     def _finalize_buckets(self) -> None:
         """Wait for the buckets in their order, and copy each one out."""
@@ -523,15 +502,12 @@ class Reducer:
 
     def _reset(self) -> None:
         """Be ready for the next iteration."""
-        if self.at_the_end is not None:
-            self.at_the_end()
-        if self._static_graph_first_iteration:
+        if self.usage is Usage.RECORDING:
             self._ready_order = []
-            self._static_graph_first_iteration = False
-            self._usage_is_open = self.dynamic_graph_find_unused
+            self.usage = Usage.RECORDED
         for bucket in self.buckets:
             bucket.release()
-        self._armed = self._begun = self._failed = self._awaits_finalization = False
+        self._enter(Phase.IDLE)
         self._used_locally = bytearray(len(self.entries))
 
     # ---- for a rank without inputs
@@ -547,6 +523,8 @@ class Reducer:
                 self._wait(bucket)
             self._all_reduce_local_usage()
             self.in_place.participate_with_zeros()
+        if self.at_the_end is not None:
+            self.at_the_end()
         if not self.rebuilt:
             self._ready_order = list(range(len(self.entries)))
         self._reset()
@@ -562,60 +540,3 @@ def _weak_hook(reducer: Reducer, method: Callable[..., None]) -> Callable[..., N
             method(found, *arguments)
 
     return hook
-
-
-# ---- the autograd graph
-
-
-def _accumulates(nodes: Iterable[Node | None]) -> bool:
-    """Return whether the backward pass that runs accumulates a gradient at one of the nodes."""
-    will_execute = torch_private.WILL_EXECUTE.bind()
-    try:
-        return any(map(will_execute, nodes))
-    except RuntimeError:
-        # torch refuses to tell in `torch.autograd.grad` of parameters, which accumulates nowhere.
-        return False
-
-
-def accumulator(parameter: torch.Tensor) -> Node:
-    """Return the node that adds a gradient into ``parameter.grad``.
-
-    Its post-hooks run on every arrival, also when the gradient that arrives is undefined; a hook on the tensor itself
-    would miss that case. The node lives as long as a reference to it.
-    """
-    return get_gradient_edge(parameter).node
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in the outputs of a forward pass: in nested sequences, mappings and dataclasses.
-
-    >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), "text"]})]
-    [1, 2]
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def reachable(outputs: Iterable[torch.Tensor]) -> set[Node]:
-    """Return every node that a backward pass from ``outputs`` could run."""
-    frontier = [_entrance(output) for output in outputs if output.requires_grad]
-    seen = set(frontier)
-    while frontier:
-        for node, _ in frontier.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                frontier.append(node)
-    return seen
-
-
-def _entrance(output: torch.Tensor) -> Node:
-    return accumulator(output) if output.grad_fn is None else output.grad_fn

@@ -18,7 +18,7 @@ import torch
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.bucket import GradBucket, Packing, dense_strides, split
-from torchdist_ref.algorithms.division import Divisor, average
+from torchdist_ref.algorithms.division import Divisor
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
@@ -442,7 +442,8 @@ class InPlaceGradients:
             if self._rounded is not None and piece.dtype is not self._dtype:
                 operand = self._rounded[: len(piece)].copy_(piece)
             # Divided before the sum, so that sums of 16-bit floats stay in range.
-            average(operand, divisor, by_factor=True)
+            if divisor.factor != 1.0:
+                operand.mul_(divisor.factor)
             self.group.backend.submit(_SUM, (operand,), (operand,), True)
             if operand is not piece:
                 piece.copy_(operand)
