@@ -170,8 +170,8 @@ dist.all_reduce(torch.ones(4), async_op=True).wait(datetime.timedelta(seconds=0.
 LAUNCHER = """
 import sys
 from torchdist_ref.launch import command_line
-from torchdist_ref.launcher import supervisor
-supervisor._DUMP_SECONDS = 4.0
+from torchdist_ref.launcher import supervision
+supervision.DUMP_SECONDS = 4.0
 sys.exit(command_line())
 """
 

@@ -26,7 +26,7 @@ from tests.elastic.agents import is_running
 from tests.launcher import jobs
 from torchdist_ref import multiprocessing as spawning
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.launcher import contexts, entrypoint, orphans, supervisor
+from torchdist_ref.launcher import contexts, entrypoint, orphans, supervision
 from torchdist_ref.launcher.api import LaunchConfig, elastic_launch
 from torchdist_ref.launcher.failures import ChildFailedError
 
@@ -90,7 +90,7 @@ def test_the_first_failure_is_reported_though_others_fail_because_of_it(
     job: Any, exitcode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Python and its traceback may take a busy machine longer than the half second that a user waits.
-    monkeypatch.setattr(supervisor, "_CAUSE_SECONDS", 20.0)
+    monkeypatch.setattr(supervision, "CAUSE_SECONDS", 20.0)
     ends = os.pipe()
     context = start(job, (0, *ends), (1, *ends), (2, *ends))
     for end in ends:

@@ -14,7 +14,7 @@ import pytest
 from tests.process_ends import all_ended
 from torchdist_ref.processes import control as processes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SLEEP = ["sleep", "1000"]
 
 

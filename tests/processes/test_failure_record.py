@@ -13,7 +13,7 @@ import pytest
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankDiedError
 from torchdist_ref.processes import failure_record
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Rank 1 ends last: only then do the others end that wait for it.
 SCRIPT = """
 import atexit, os, select
@@ -34,27 +34,6 @@ if rank == 1:
     atexit.register(wait_for_the_others)
     raise ValueError("the data of rank 1 are missing")
 dist.all_reduce(torch.ones(1))
-"""
-
-# Rank 1 exits without an exception once rank 0, which fails because of it, has ended.
-EXIT_LAST = """
-import os, select, sys
-from torchdist_ref.processes import failure_record
-from torchdist_ref.errors import RankDiedError
-
-fifo = os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "..", "pid")
-try:
-    os.mkfifo(fifo)
-except FileExistsError:
-    pass
-if os.environ["RANK"] == "0":
-    open(fifo, "w").write(str(os.getpid()))
-    failure_record.write(RankDiedError("rank 1 died"))
-    sys.exit(1)
-poll = select.poll()
-poll.register(os.pidfd_open(int(open(fifo).read())), select.POLLIN)
-assert poll.poll(30_000), "rank 0 ends at once"
-sys.exit(3)
 """
 
 # Rank 0 fails because of rank 1 and ends while rank 1 prints its traceback.
@@ -152,9 +131,9 @@ def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
 LAUNCHER_WITH_A_LONG_TIMEOUT = """
 import sys
 from torchdist_ref.launch import command_line
-from torchdist_ref.launcher import supervisor
+from torchdist_ref.launcher import supervision
 
-supervisor._CAUSE_SECONDS = 60.0
+supervision.CAUSE_SECONDS = 60.0
 sys.exit(command_line(sys.argv[1:]))
 """
 
@@ -186,27 +165,41 @@ def test_launcher_and_survivors_name_the_rank_that_failed_first(python_with_torc
     assert result.returncode == 1
 
 
-def test_a_rank_that_exits_later_than_the_ranks_that_it_made_fail_is_named(tmp_path: Path) -> None:
-    result, named = launch(EXIT_LAST, 2, tmp_path)
-    assert named.endswith(" exited with code 3")
-    assert result.returncode == 3
-
-
 def test_the_traceback_of_the_rank_that_failed_first_precedes_the_launchers_line(tmp_path: Path) -> None:
     """Once that line was written as soon as a rank ended because of it, in the middle of the traceback."""
     result, named = launch(PRINTS_LAST, 2, tmp_path)
     assert result.stderr.startswith(f"Traceback\nValueError: boom\n{named}\n") and "exited with code 1" in named
 
 
-def test_a_process_that_answers_no_request_any_more_leaves_no_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once the mark remained, in the user's folder for logs."""
-    record = tmp_path / "error.json"
-    monkeypatch.setenv(failure_record.ERROR_FILE, str(record))
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the record of this process, which our launcher seems to have started."""
+    monkeypatch.setenv(failure_record.ERROR_FILE, str(tmp_path / "error.json"))
     monkeypatch.setenv(failure_record.LAUNCH_ID, "x")
+    return tmp_path / "error.json"
+
+
+def test_a_process_that_answers_no_request_any_more_leaves_no_notes(launched: Path) -> None:
+    """Once they remained, in the user's folder for logs."""
     failure_record.announce_dump_signal(10)
-    assert failure_record.dump_signal(record) == (os.getpid(), 10)
+    assert failure_record.read_notes(launched) == failure_record.Notes(os.getpid(), 10)
     failure_record.announce_dump_signal(0)
-    assert failure_record.dump_signal(record) is None
-    assert not list(tmp_path.iterdir())
+    assert failure_record.read_notes(launched) == failure_record.Notes()
+    assert not list(launched.parent.iterdir())
+
+
+def test_notes_say_that_another_rank_is_the_cause_until_the_launcher_discards_them(launched: Path) -> None:
+    failure_record.announce_dump_signal(12)
+    failure_record.write(RankDiedError("rank 1 died"))
+    failure_record.announce_dump_signal(0)
+    assert failure_record.read_notes(launched) == failure_record.Notes(is_consequence=True)
+    assert failure_record.read(launched) is None
+    failure_record.discard_notes(launched)
+    failure_record.discard_notes(launched)
+    assert not list(launched.parent.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "7", '{"pid": 3}', '{"pid": "x", "dump_signal": 10, "is_consequence": true}'])
+def test_broken_notes_are_none(text: str, launched: Path) -> None:
+    Path(f"{launched}.notes").write_text(text)
+    assert failure_record.read_notes(launched) == failure_record.Notes()

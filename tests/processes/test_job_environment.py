@@ -15,7 +15,7 @@ from torchdist_ref.errors import RendezvousError
 from torchdist_ref.processes.job_environment import derived, first_host, ranks_on_this_host
 from torchdist_ref.rendezvous import rendezvous
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 import torch

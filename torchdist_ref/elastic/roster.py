@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchdist_ref.elastic.worker_blame import Evidence, blame
+
 REPORT_SECONDS = 10.0
 """Interval of the lines about hosts that are missing."""
 SETTLE_SECONDS = 0.05
@@ -26,6 +28,10 @@ CAUSE_SECONDS = 0.5
 def _follows(failure: Mapping[str, Any]) -> bool:
     """Return whether a worker has failed because of one on another host."""
     return bool(failure.get("cause_is_elsewhere"))
+
+
+def _evidence(failure: Mapping[str, Any]) -> Evidence:
+    return Evidence(_follows(failure), failure["code"] < 128, failure["time"])
 
 
 def versions() -> dict[str, str]:
@@ -388,8 +394,7 @@ class Roster:
     def _on_failures(self) -> None:
         if not self.running:
             return
-        # A signal is a cause, an exit code may be a consequence of it.
-        first = min(self._failures, key=lambda failure: (_follows(failure), failure["code"] < 128, failure["time"]))
+        first = blame(self._failures, _evidence)
         if self.progress.restarts >= self.rules.max_restarts:
             self._end(first["code"], first["text"], failure=first)
             return

@@ -35,6 +35,7 @@ from torchdist_ref.launcher.local_workers import (
     parse_signals,
 )
 from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, outputs, temporary_folder
+from torchdist_ref.launcher.supervision import Supervision
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
 
@@ -206,7 +207,8 @@ class PContext(ABC):
     def _tell_supervisor(self) -> None:
         """Pass signal and time to the supervisor, if there is one already."""
         if self._supervisor is not None:
-            self._supervisor.stop_signal, self._supervisor.grace = self._stop_signal, self._grace
+            decisions = self._supervisor.decisions
+            decisions.stop_signal, decisions.grace = self._stop_signal, self._grace
 
     @abstractmethod
     def _plan(self, rank: int, **common: Any) -> WorkerPlan:
@@ -228,7 +230,7 @@ class PContext(ABC):
             ends.callback(interrupts.close)
             supervisor = self._supervisor = Supervisor(
                 [self._described(rank) for rank in range(self.nprocs)],
-                grace=self._grace,
+                Supervision(self._grace),
                 log=logger.warning,
                 interrupts=interrupts,
                 stop=self._stop,

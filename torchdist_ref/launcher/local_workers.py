@@ -25,6 +25,7 @@ from torchdist_ref.launcher import orphans, timers
 from torchdist_ref.launcher.environment import Job, one_device, worker_environment
 from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, outputs, temporary_folder
 from torchdist_ref.launcher.memory import OutOfMemoryKills
+from torchdist_ref.launcher.supervision import Supervision
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
 
@@ -155,7 +156,7 @@ class LocalWorkers:
         kills = OutOfMemoryKills()
         supervisor = self._running = Supervisor(
             plans,
-            grace=self.settings.shutdown_timeout,
+            Supervision(self.settings.shutdown_timeout),
             log=self._log,
             interrupts=self.interrupts,
             stop=stop,
@@ -231,24 +232,24 @@ class LocalWorkers:
     ) -> AttemptOutcome:
         keeps_records = self.settings.logs_specs is not None
         exits = {id(worker): _exit(worker, keeps_records, kills) for worker in supervisor.workers}
-        first = supervisor.first_failure
+        first, end = supervisor.first_failure, supervisor.decisions
         values: dict[int, Any] = {}
-        if not supervisor.code and not supervisor.stopped:
+        if not end.code and not end.stopped:
             values = dict.fromkeys(range(len(exits)))
             if callable(self.settings.entrypoint):
                 from torchdist_ref.launcher import entrypoint
 
                 values = {rank: entrypoint.result(self._folder, rank) for rank in values}
         return AttemptOutcome(
-            supervisor.code,
+            end.code or 0,
             tuple(exits.values()),
             exits[id(first)] if first else None,
-            supervisor.signal,
-            supervisor.stopped,
+            end.signal,
+            end.stopped,
             values,
             logs,
             assignment=assignment,
-            cause_is_elsewhere=supervisor.cause_is_elsewhere,
+            cause_is_elsewhere=end.cause_is_elsewhere,
         )
 
     def _own_pids(self) -> set[int]:

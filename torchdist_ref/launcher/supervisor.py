@@ -1,10 +1,10 @@
-"""Supervisor of workers: forwards their output until the last one ends, and stops the others when one fails.
+"""Supervisor of workers: the loop that starts them, forwards their output and carries out what `supervision` decides.
 
-It never restarts any: `api` does, and `elastic.roster` for several hosts.
+It never restarts any: `restarts` does, and `elastic.roster` for several hosts.
 
 One thread, one loop, six kinds of events: output, end of a pipe, end of a worker, a signal to the launcher, a request
 to stop, a deadline. However the loop ends, no worker and no process of a worker's process group is left alive. Do not
-add the choice of commands here (`local_workers`).
+add decisions (`supervision`) or the choice of commands (`local_workers`) here.
 """
 
 from __future__ import annotations
@@ -21,27 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from torchdist_ref.launcher.supervision import Act, Action, Supervision, WorkerState
 from torchdist_ref.launcher.worker import LineRelay, Sink, Worker, WorkerPlan, binary_sink
-from torchdist_ref.processes.control import (
-    catches_signal,
-    describe_exit,
-    name_ranks,
-    redirect_to_null,
-    signal_name,
-    signal_socket,
-)
-from torchdist_ref.processes.failure_record import FailureRecord, dump_signal, is_consequence, read, wants_dumps
+from torchdist_ref.processes.control import catches_signal, redirect_to_null, signal_socket
+from torchdist_ref.processes.failure_record import discard_notes, read, read_notes, wants_dumps
 
-# Time to continue reading after all ranks have ended, while processes that they started hold their output open.
-_DRAIN_SECONDS = 2.0
-# Time that a reader of the launcher's output has to read something, once the job is to end.
-_READER_SECONDS = 0.5
+READER_SECONDS = 0.5
+"""Time that a reader of the launcher's output has to read something, once the job is to end."""
 # Time after which a line that has not ended is shown at a terminal: it may be the prompt of a debugger.
 _PROMPT_SECONDS = 0.1
-# Time from the end of a worker because of another one to the end of that one.
-_CAUSE_SECONDS = 0.5
-# Time that workers have to write dumps of their last calls, where the environment asks for dumps.
-_DUMP_SECONDS = 0.5
 # Reads that empty a pipe of the usual capacity, while a process that the worker started may write more.
 _PIPE_READS = 4
 
@@ -153,16 +141,12 @@ def _takes_output(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _ends_as_consequence(worker: Worker) -> bool:
-    return bool(worker.plan.error_file) and is_consequence(Path(worker.plan.error_file))
-
-
 class Supervisor:
     """Supervisor of one process per plan.
 
     Args:
         plans: Descriptions of the workers.
-        grace: Time from asking workers to stop to killing them, in seconds.
+        decisions: Decisions about them.
         log: Function that receives the supervisor's own lines.
         interrupts: Signals to the launcher, to be forwarded to the workers.
         stop: Descriptor that becomes readable when the workers shall stop. Default: none.
@@ -171,53 +155,30 @@ class Supervisor:
         on_start: Function to call when all workers have been started. Default: none.
 
     Attributes:
-        grace: Time from asking workers to stop to killing them, in seconds.
-        stop_signal: Signal that asks workers to stop on a request by `stop`.
+        decisions: Decisions about the workers, and the end of the attempt.
         workers: Started workers, in the order of their plans.
-        first_failure: First worker that failed by itself. None if all is well, or if a signal ended the job.
-        signal: Number of the signal that ended the job; 0 for none.
-        stopped: Whether `stop` ended the job.
     """
 
     def __init__(
         self,
         plans: Sequence[WorkerPlan],
+        decisions: Supervision,
         *,
-        grace: float,
         log: Callable[[str], None],
         interrupts: Interrupts,
         stop: int | None = None,
         on_child_end: Callable[[], object] | None = None,
         on_start: Callable[[], object] | None = None,
     ) -> None:
-        self._plans = plans
-        self.grace = grace
-        self.stop_signal = signal.SIGTERM
-        self._log = log
-        self._interrupts = interrupts
-        self._stop_request = stop
-        self._on_child_end = on_child_end
-        self._on_start = on_start
+        self._plans, self.decisions = plans, decisions
+        self._log, self._interrupts, self._stop_request = log, interrupts, stop
+        self._on_child_end, self._on_start = on_child_end, on_start
         self.workers: list[Worker] = []
-        self.first_failure: Worker | None = None
-        self.signal = 0
-        self.stopped = False
         self._selector = selectors.DefaultSelector()
-        self._deadline: float | None = None
         self._at_terminal = os.isatty(0) and os.isatty(1)
-        self._code: int | None = None
-        # Signal to send at the deadline, and the workers to send it to, which may write dumps until then.
-        self._postponed: tuple[int, Sequence[Worker]] | None = None
-        # Workers that ended because of another one, which still runs.
-        self._consequences: list[Worker] = []
 
-    def run(self) -> int:
-        """Run all workers until they have ended.
-
-        Returns:
-            0 if all exited with 0. Otherwise the code of the first that did not, or 128 plus the number of the signal
-            that ended it or that the launcher received.
-        """
+    def run(self) -> None:
+        """Run all workers until they have ended."""
         with self._selector:
             self._selector.register(self._interrupts.socket, selectors.EVENT_READ, self._on_signal)
             if self._stop_request is not None:
@@ -228,23 +189,29 @@ class Supervisor:
                 if self._on_start:
                     self._on_start()
                 # While more is registered, a worker is running or a pipe is open.
-                while len(self._selector.get_map()) > not_of_workers - self.stopped:
+                while len(self._selector.get_map()) > not_of_workers - self.decisions.stopped:
                     self._step()
             finally:
                 for worker in self.workers:
                     worker.close()
-                    _ends_as_consequence(worker)
-        return self.code
+                    if worker.plan.error_file:
+                        discard_notes(Path(worker.plan.error_file))
 
     @property
-    def code(self) -> int:
-        """Exit code of the job so far."""
-        return self._code or 0
+    def first_failure(self) -> Worker | None:
+        """First worker that failed by itself; None if none did."""
+        state = self.decisions.first_failure
+        return None if state is None else self._worker_of(state)
+
+    def _worker_of(self, state: WorkerState) -> Worker:
+        return self.workers[self.decisions.workers.index(state)]
 
     def _start(self) -> None:
         for plan in self._plans:
             worker = Worker(plan, self._report, self._sink)
             self.workers.append(worker)
+            state = WorkerState(plan.rank, worker.process.pid, wants_dumps=wants_dumps(plan.environment))
+            self.decisions.workers.append(state)
             self._selector.register(worker.process.descriptor, selectors.EVENT_READ, worker)
             for pipe, relay in worker.relays.items():
                 self._selector.register(pipe, selectors.EVENT_READ, relay)
@@ -266,9 +233,9 @@ class Supervisor:
         """
         if _takes_output(descriptor, 0):
             return
-        if not (self.signal or self.stopped):
+        if not (self.decisions.signal or self.decisions.stopped):
             self._await_reader_or_end(descriptor)
-        if not _takes_output(descriptor, _READER_SECONDS):
+        if not _takes_output(descriptor, READER_SECONDS):
             if not self._on_child_end:
                 raise OutputInterrupted
             redirect_to_null(descriptor)
@@ -283,7 +250,8 @@ class Supervisor:
                 poll.poll()
 
     def _step(self) -> None:
-        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        deadline = self.decisions.deadline
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         held = [relay for _, relay in self._relays() if relay.is_held] if self._at_terminal else []
         if held:
             timeout = _PROMPT_SECONDS if timeout is None else min(timeout, _PROMPT_SECONDS)
@@ -298,8 +266,8 @@ class Supervisor:
             elif not isinstance(data, Worker):
                 data()
         self._on_ends([data for _, data in events if isinstance(data, Worker)])
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._on_deadline()
+        self.decisions.tick(time.monotonic())
+        self._act()
 
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
         data = os.read(pipe, 1 << 16)
@@ -339,74 +307,69 @@ class Supervisor:
         for stream in (sys.stdout, sys.stderr):
             if (descriptor := _descriptor(stream)) is None:
                 continue
-            if not _takes_output(descriptor, _READER_SECONDS):
+            if not _takes_output(descriptor, READER_SECONDS):
                 redirect_to_null(descriptor)
 
     def _on_closed_output(self) -> None:
         """Stop the job without a message because nothing reads the launcher's output any more (``| head``)."""
         for stream in (sys.stdout, sys.stderr):
             redirect_to_null(stream.fileno())
-        self.signal = self.signal or signal.SIGPIPE
-        self._stop(signal.SIGTERM, 128 + signal.SIGPIPE)
+        self.decisions.output_closed(time.monotonic())
+        self._act()
 
     def _on_signal(self) -> None:
         received = self._interrupts.received()
         if signal.SIGCHLD in received and self._on_child_end:
             self._on_child_end()
         for signum in received:
-            if signum == signal.SIGCHLD:
-                continue
-            self._discard_blocked_output()
-            if self._code is None:
-                self.signal = signum
-                self._report(f"got {signal_name(signum)}: forwarding it to {self._running_names()}")
-                self._stop(signum, 128 + signum)
-            else:
-                self._kill()
+            if signum != signal.SIGCHLD:
+                self._discard_blocked_output()
+                self.decisions.signalled(time.monotonic(), signum)
+                self._act()
 
     def _on_stop_request(self) -> None:
         assert self._stop_request is not None
         self._selector.unregister(self._stop_request)
-        self.stopped = True
         if self._on_child_end:
             self._discard_blocked_output()
-        if self._code is None:
-            self._stop_after_dumps(self.stop_signal, 128 + self.stop_signal)
-        elif self._deadline is not None:
-            self._deadline = min(self._deadline, time.monotonic() + self.grace)
+        self.decisions.stop_requested(time.monotonic())
+        self._act()
 
     def _on_ends(self, ended: Sequence[Worker]) -> None:
+        """Learn how workers have ended, and what they and the others have written about their failures."""
+        states = dict(zip(self.workers, self.decisions.workers, strict=True))
         for worker in ended:
-            worker.process.wait()
+            states[worker].status = worker.process.wait()
             self._selector.unregister(worker.process.descriptor)
-        # A killed rank may end in the same instant as ranks whose errors follow from its death: report it first.
-        failed = sorted(
-            (worker for worker in ended if worker.process.status), key=lambda w: (w.process.status or 0) > 0
-        )
-        if self._code is None and (failed or self._consequences):
-            self._on_failed(failed)
-        if ended and not self._running():
-            self._deadline = time.monotonic() + _DRAIN_SECONDS
+        if ended and self.decisions.code is None:
+            for worker, state in states.items():
+                if path := worker.plan.error_file:
+                    state.record, state.is_consequence = read(Path(path)), read_notes(Path(path)).is_consequence
+        self.decisions.ended(time.monotonic(), [states[worker] for worker in ended])
+        self._act()
 
-    def _on_failed(self, failed: Sequence[Worker]) -> None:
-        """Report the first failure: at once if it is among these, else when the worker that caused these has ended."""
-        causes = [worker for worker in failed if not self._is_consequence(worker)]
-        self._consequences += [worker for worker in failed if worker not in causes]
-        if causes or not self._running():
-            self._on_failure((causes or self._consequences)[0])
-        elif self._deadline is None:
-            self._deadline = time.monotonic() + _CAUSE_SECONDS
+    # Actions
 
-    @property
-    def cause_is_elsewhere(self) -> bool:
-        """Whether the first worker that failed has ended because of a rank that this supervisor does not run."""
-        return self.first_failure in self._consequences
+    def _act(self) -> None:
+        """Carry out what has been decided. To forward output may lead to further decisions: they come last."""
+        while self.decisions.actions:
+            action = self.decisions.actions.pop(0)
+            if action.act is Act.REPORT:
+                self._report(action.text)
+            elif action.act is Act.FORWARD:
+                self._forward_rest()
+            elif action.act is Act.CLOSE:
+                self._close_output()
+            else:
+                self._signal(action)
 
-    def _is_consequence(self, worker: Worker) -> bool:
-        """Return whether a worker has ended because of one that runs: it may still print its traceback."""
-        is_consequence = _ends_as_consequence(worker)
-        cause, record = self._first_to_fail(worker)
-        return cause.process.status is None or (is_consequence and record is None)
+    def _signal(self, action: Action) -> None:
+        for state in action.workers:
+            worker = self._worker_of(state)
+            if action.act is Act.SIGNAL:
+                worker.process.signal(action.signum)
+            else:
+                _request_dump(worker.plan)
 
     def _forward_rest(self) -> None:
         """Forward what the workers have written, so that tracebacks precede the report of a failure.
@@ -420,81 +383,23 @@ class Supervisor:
                 if pipe in self._selector.get_map() and poll.poll(0):
                     self._on_output(pipe, relay)
 
-    def _on_failure(self, ended: Worker) -> None:
-        self._forward_rest()
-        worker, record = self._first_to_fail(ended)
-        self.first_failure = worker
-        others = [one for one in self._running() if one is not worker]
-        status = worker.process.status
-        how = describe_exit(status) if status else "failed"
-        how += f" with {record.message}" if record and not status else f": {record.message}" if record else ""
-        stopping = f"; stopping {name_ranks(one.plan.rank for one in others)}" if others else ""
-        self._report(f"rank {worker.plan.rank} (process {worker.process.pid}) {how}{stopping}")
-        # A rank that has recorded its failure is still printing its traceback: it ends by itself.
-        self._stop_after_dumps(signal.SIGTERM, 1 if not status else status if status > 0 else 128 - status, others)
-
-    def _first_to_fail(self, ended: Worker) -> tuple[Worker, FailureRecord | None]:
-        """Return the worker whose failure made the others fail, and its record: it need not have ended first."""
-        if ended.process.status and ended.process.status < 0:
-            return ended, None
-        records = [(worker, read(Path(worker.plan.error_file))) for worker in self.workers if worker.plan.error_file]
-        found = [(record.time_ns, index, record) for index, (_, record) in enumerate(records) if record is not None]
-        if not found:
-            return ended, None
-        _, index, record = min(found)
-        return records[index][0], record
-
-    def _on_deadline(self) -> None:
-        self._deadline = None
-        if self._code is None and self._consequences:
-            self._on_failure(self._consequences[0])
-        elif self._postponed and self._running():
-            (signum, chosen), self._postponed = self._postponed, None
-            self._stop(signum, self.code, chosen)
-        elif self._running():
-            self._report(f"{self._running_names()} did not stop within {self.grace:g} s: killing")
-            self._kill()
-        else:
-            # Processes that the workers started hold these pipes open.
-            for pipe, relay in self._relays():
-                if pipe in self._selector.get_map():
-                    self._selector.unregister(pipe)
-                    with self._forwarding(relay):
-                        relay.finish()
-
-    def _stop_after_dumps(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
-        """Stop workers; where failures are dumped, not before they have had time for that."""
-        chosen = self._running() if workers is None else workers
-        if not any(wants_dumps(worker.plan.environment) for worker in chosen):
-            return self._stop(signum, code, chosen)
-        self._code, self._postponed, self._deadline = code, (signum, chosen), time.monotonic() + _DUMP_SECONDS
-        for worker in chosen:
-            _request_dump(worker.plan)
-
-    def _stop(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
-        self._code = code if self._code is None else self._code
-        self._deadline = time.monotonic() + self.grace
-        for worker in self._running() if workers is None else workers:
-            worker.process.signal(signum)
-
-    def _kill(self) -> None:
-        for worker in self._running():
-            worker.process.signal(signal.SIGKILL)
+    def _close_output(self) -> None:
+        """Stop reading the pipes that processes which the workers started hold open."""
+        for pipe, relay in self._relays():
+            if pipe in self._selector.get_map():
+                self._selector.unregister(pipe)
+                with self._forwarding(relay):
+                    relay.finish()
 
     def _relays(self) -> Iterator[tuple[int, LineRelay]]:
         return (each for worker in self.workers for each in worker.relays.items())
 
-    def _running(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.process.status is None]
-
-    def _running_names(self) -> str:
-        return name_ranks(worker.plan.rank for worker in self._running())
-
 
 def _request_dump(plan: WorkerPlan) -> None:
     """Ask a worker that has not failed for a dump: the others may wait for it, and its dump shows where it is."""
-    listening = dump_signal(Path(plan.error_file)) if plan.error_file else None
-    if listening is not None:
-        with contextlib.suppress(OSError, OverflowError):
-            if catches_signal(*listening):
-                os.kill(*listening)
+    if plan.error_file and not Path(plan.error_file).exists():
+        notes = read_notes(Path(plan.error_file))
+        if notes.dump_signal and not notes.is_consequence:
+            with contextlib.suppress(OSError, OverflowError):
+                if catches_signal(notes.pid, notes.dump_signal):
+                    os.kill(notes.pid, notes.dump_signal)

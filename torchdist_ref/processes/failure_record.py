@@ -3,8 +3,8 @@
 When one rank fails, the others fail soon after it, because of it, and may even end before it. So the order in which
 processes end does not tell which failed first. A rank therefore writes its exception to the file that the variable
 ``TORCHELASTIC_ERROR_FILE`` names, in the format of torch's launchers, before it aborts its groups. An exception that
-another rank has caused is not recorded; for our launcher an empty file marks it, and another one names the signal that
-makes the rank dump its last calls. Do not add reactions to a failure here: they belong to the launcher.
+another rank has caused is not recorded. Our launcher learns of it by the rank's `Notes`, a file beside that of the
+record. Do not add reactions to a failure here: they belong to the launcher.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, message_of
 
@@ -32,8 +33,7 @@ DIRECTORY_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_DIR"
 # torch's names: a prefix of the file, to which the rank is appended, and whether failures are dumped.
 PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 ON_FAILURE_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-_CONSEQUENCE = ".consequence"
-_DUMP_SIGNAL = ".dump_signal"
+_NOTES = ".notes"
 _CAUSED_BY_ANOTHER_RANK = (GroupAbortedError, RankDiedError)
 
 
@@ -52,6 +52,21 @@ class FailureRecord:
     stack: str = ""
 
 
+@dataclass(frozen=True)
+class Notes:
+    """Notes of a rank to our launcher, which removes them when the rank has ended.
+
+    Attributes:
+        pid: Process that dumps its last calls when it receives a signal; 0 for none.
+        dump_signal: Number of that signal.
+        is_consequence: Whether the rank fails because of a failure of another one, which that one records.
+    """
+
+    pid: int = 0
+    dump_signal: int = 0
+    is_consequence: bool = False
+
+
 def wants_dumps(environment: Mapping[str, str]) -> bool:
     """Return whether ranks dump failures: a place is set or torch's variable asks, and it does not forbid it."""
     asked = next((environment[name].lower() for name in ON_FAILURE_VARIABLES if name in environment), None)
@@ -66,17 +81,19 @@ def write(error: BaseException) -> None:
     if not name or Path(name).exists():
         return
     if _is_caused_by_another_rank(error):
-        if LAUNCH_ID in os.environ:
-            with suppress(OSError):
-                Path(name + _CONSEQUENCE).touch()
+        _note(is_consequence=True)
         return
     stack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     with suppress(OSError):
-        # Readers see the whole record or none.
-        temporary = Path(f"{name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}), "utf-8")
-        temporary.replace(name)
+        _write_whole(Path(name), json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file of which readers see all or nothing."""
+    temporary = Path(f"{path}.{os.getpid()}")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
 
 
 def _is_caused_by_another_rank(error: BaseException | None) -> bool:
@@ -88,33 +105,40 @@ def _is_caused_by_another_rank(error: BaseException | None) -> bool:
 
 
 def announce_dump_signal(number: int) -> None:
-    """Write for our launcher which signal makes this process dump its last calls; 0 if none does any more."""
+    """Note for our launcher which signal makes this process dump its last calls; 0 if none does any more."""
+    _note(pid=os.getpid() if number else 0, dump_signal=number)
+
+
+def _note(**facts: Any) -> None:
     name = os.environ.get(ERROR_FILE)
-    if name and LAUNCH_ID in os.environ:
-        mark = Path(name + _DUMP_SIGNAL)
-        with suppress(OSError):
-            if number:
-                mark.write_text(f"{os.getpid()} {number}", "utf-8")
-            else:
-                # The folder may be the user's.
-                mark.unlink(missing_ok=True)
+    if not name or LAUNCH_ID not in os.environ:
+        return
+    notes, path = replace(read_notes(Path(name)), **facts), Path(name + _NOTES)
+    with suppress(OSError):
+        if notes == Notes():
+            # The folder may be the user's.
+            path.unlink(missing_ok=True)
+        else:
+            _write_whole(path, json.dumps(asdict(notes)))
 
 
-def dump_signal(path: Path) -> tuple[int, int] | None:
-    """Return the process and the signal that make a rank dump its last calls.
-
-    None if the rank does not listen, or has failed: it has dumped its calls then.
+def read_notes(path: Path) -> Notes:
+    """Return the notes of a rank.
 
     Args:
         path: Path of the rank's record.
     """
-    if path.exists() or Path(f"{path}{_CONSEQUENCE}").exists():
-        return None
     try:
-        pid, number = map(int, Path(f"{path}{_DUMP_SIGNAL}").read_text("utf-8").split())
-    except (OSError, ValueError):
-        return None
-    return (pid, number) if pid > 0 and number > 0 else None
+        content = json.loads(Path(f"{path}{_NOTES}").read_text("utf-8"))
+        return Notes(int(content["pid"]), int(content["dump_signal"]), bool(content["is_consequence"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return Notes()
+
+
+def discard_notes(path: Path) -> None:
+    """Remove the notes of a rank that has ended."""
+    with suppress(OSError):
+        Path(f"{path}{_NOTES}").unlink()
 
 
 def read(path: Path) -> FailureRecord | None:
@@ -125,14 +149,6 @@ def read(path: Path) -> FailureRecord | None:
         return FailureRecord(text, path.stat().st_mtime_ns, stack)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def is_consequence(path: Path) -> bool:
-    """Return whether the rank of a record has ended because of another rank, and remove the mark that says so."""
-    mark = Path(f"{path}{_CONSEQUENCE}")
-    found = mark.exists()
-    mark.unlink(missing_ok=True)
-    return found
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
