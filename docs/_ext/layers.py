@@ -109,7 +109,7 @@ PARTS = (
     Part("parallel", "4 training", (*API, "algorithms", "algorithms.bucket", "algorithms.division")),
     Part("nn", "4 training", API),
     Part("optim", "4 training", (*API, "algorithms", "parallel")),
-    Part("utilities", "4 training", (*API, "parallel", "algorithms")),
+    Part("utilities", "4 training", (*API, "parallel", "algorithms", "nn")),
     Part("pipeline", "4 training", ("errors", "torch_internals")),
     Part("elastic.data", "4 training", API),
     Part(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -43,6 +43,27 @@ class JoinHook:
         Args:
             is_last_joiner: Whether this rank was among the last to finish, so that its states are current.
         """
+
+
+class FunctionJoinHook(JoinHook):
+    """Join hook made of functions.
+
+    Args:
+        match_iteration: Makes the collectives of one iteration of the ranks that still have inputs.
+        end: Called once with ``is_last_joiner``, when no rank has inputs. Default: nothing.
+    """
+
+    def __init__(self, match_iteration: Callable[[], Any], end: Callable[[bool], None] = lambda _: None) -> None:
+        self._match_iteration = match_iteration
+        self._end = end
+
+    def main_hook(self) -> None:
+        """Match one iteration."""
+        self._match_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End the join."""
+        self._end(is_last_joiner)
 
 
 class _JoinConfig(NamedTuple):

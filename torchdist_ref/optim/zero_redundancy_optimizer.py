@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
+from torchdist_ref.algorithms.join import FunctionJoinHook, Join, Joinable, JoinHook
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -210,7 +210,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook of a rank without inputs, which continues to update its shard; takes no arguments."""
-        return _JoinOptimizer(lambda: self._step_and_broadcast(None))
+        return FunctionJoinHook(lambda: self._step_and_broadcast(None))
 
     @property
     def join_device(self) -> torch.device:
@@ -387,21 +387,6 @@ def _verify_alike(parameters: Sequence[Tensor], group: Any) -> None:
     device = parameters[0].device if parameters else torch.device("cpu")
     dense = [False] * len(parameters)
     synchronization.verify(parameters, names, dense, group, device, "ZeroRedundancyOptimizer")
-
-
-class _JoinOptimizer(JoinHook):
-    """Join hook of an optimizer: a rank without inputs updates its shard, because no other rank can.
-
-    Args:
-        step: Takes a step without notifying `Join`.
-    """
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self._step = step
-
-    def main_hook(self) -> None:
-        """Take one step."""
-        self._step()
 
 
 @contextmanager

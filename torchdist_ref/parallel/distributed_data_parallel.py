@@ -29,7 +29,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
     _OptimizerHookState,
     _reducer_allreduce_and_upcast_hook,
 )
-from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
+from torchdist_ref.algorithms.join import FunctionJoinHook, Join, Joinable, JoinHook
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.parallel import bucketing, construction, logging_data, synchronization
 from torchdist_ref.parallel.exchange import HookExchange, check_hook
@@ -478,7 +478,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook of a rank without inputs; takes ``divide_by_initial_world_size``."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return _JoinDDP(self._match_iteration, self._broadcast_final_states)
+        return FunctionJoinHook(self._match_iteration, self._broadcast_final_states)
 
     @property
     def join_device(self) -> torch.device:
@@ -715,24 +715,3 @@ class DistributedDataParallel(nn.Module, Joinable):
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, wanted: bool) -> None:
         self.broadcast_buffers = wanted
-
-
-class _JoinDDP(JoinHook):
-    """Join hook of a DDP, made of two of its functions.
-
-    Args:
-        match_iteration: Makes the collectives of one iteration of the other ranks.
-        broadcast_final_states: Copies the model of a rank that worked to the end to all.
-    """
-
-    def __init__(self, match_iteration: Callable[[], None], broadcast_final_states: Callable[[bool], None]) -> None:
-        self._match_iteration = match_iteration
-        self._broadcast_final_states = broadcast_final_states
-
-    def main_hook(self) -> None:
-        """Match one iteration."""
-        self._match_iteration()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Receive the final model, or send it."""
-        self._broadcast_final_states(is_last_joiner)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,12 +143,13 @@ class DelayedParameters:
         self.buffer = torch.zeros_like(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
         self.views = split(self.buffer, self.parameters)
         self._work: Any = None
-        reference = weakref.ref(self)
         # The trigger may be one of the delayed parameters: its gradient has to be accumulated first.
-        trigger.register_post_accumulate_grad_hook(_launcher(reference))
+        trigger.register_post_accumulate_grad_hook(_weak_hook(self, DelayedParameters.all_reduce))
         for index, parameter in enumerate(self.parameters):
             if parameter is not trigger:
-                parameter.register_post_accumulate_grad_hook(_checker(reference, index))
+                parameter.register_post_accumulate_grad_hook(
+                    _weak_hook(self, partial(DelayedParameters.check_order, index=index))
+                )
 
     def change_group(self, group: Any) -> None:
         """Average over this group from now on."""
@@ -184,22 +186,16 @@ class DelayedParameters:
             )
 
 
-def _launcher(reference: weakref.ref[DelayedParameters]) -> Callable[[torch.Tensor], None]:
-    def launch(_: torch.Tensor) -> None:
-        delayed = reference()
-        if delayed is not None:
-            delayed.all_reduce()
+def _weak_hook(owner: DelayedParameters, method: Callable[[DelayedParameters], None]) -> Callable[[Any], None]:
+    """Return a hook for autograd that calls ``method(owner)`` without keeping the owner alive."""
+    reference = weakref.ref(owner)
 
-    return launch
+    def hook(_: Any) -> None:
+        found = reference()
+        if found is not None:
+            method(found)
 
-
-def _checker(reference: weakref.ref[DelayedParameters], index: int) -> Callable[[torch.Tensor], None]:
-    def check(_: torch.Tensor) -> None:
-        delayed = reference()
-        if delayed is not None:
-            delayed.check_order(index)
-
-    return check
+    return hook
 
 
 def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:

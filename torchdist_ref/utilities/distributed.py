@@ -1,8 +1,8 @@
 """Helpers of ``pytorch_lightning.utilities.distributed`` (1.7), for programs and metrics written against them.
 
 Functions named ``..._if_available`` do nothing in a program of one process, so that the same lines run with and without
-ranks. Available means that `init_process_group` of this library was called. All communication goes through `groups`; do
-not add collectives here.
+ranks. Available means that `init_process_group` of this library was called. All communication goes through `groups` and
+`nn`; do not add collectives here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup, ReduceOp
+from torchdist_ref.nn import reduce_scatter
 
 __all__ = [
     "AllGatherGrad",
@@ -323,22 +324,8 @@ class AllGatherGrad(torch.autograd.Function):
         Returns:
             The gradient of the tensor, and None for the group.
         """
-        return _ReduceScatterGrad.apply(grad_output[0], ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _ReduceScatterGrad(torch.autograd.Function):
-    """Transpose of AllGatherGrad: a reduce_scatter whose backward is an all_gather."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup | int) -> Tensor:
-        ctx.group = group
-        row = rows.new_empty(rows.shape[1:])
-        groups.reduce_scatter_tensor(row, rows.contiguous(), group=group)
-        return row
-
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None]:
-        return AllGatherGrad.apply(grad_output[0], ctx.group), None  # type: ignore[no-untyped-call]
+        rows = [row.contiguous() for row in grad_output[0]]
+        return reduce_scatter(torch.empty_like(rows[0]), rows, group=ctx.group), None
 
 
 def all_gather_ddp_if_available(

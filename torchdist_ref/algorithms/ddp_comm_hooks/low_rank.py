@@ -1,8 +1,8 @@
 """Linear algebra of PowerSGD: division of a bucket into matrices, the products of a step, and orthonormal columns.
 
 A `CompressionPlan` is computed once per bucket: the parameters that are matrices worth compressing, and their locations
-in flat memory. `STRAIGHT` has the products as single calls of ``torch.bmm``; `blocked_products` has the
-same bits in less time. Do not add communication here.
+in flat memory. The products add in the order of torch's hook: error feedback amplifies rounding, so another order would
+change the gradients of later steps. Do not add communication here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Protocol
 
 import torch
 
@@ -108,40 +107,23 @@ def matrix_shape(gradient: torch.Tensor) -> tuple[int, int]:
 # ---- the three products of a step
 
 
-class Products(Protocol):
-    """Implementation of the three products."""
-
-    def multiply(self, M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Compute P ← M Q; before that M ← M + ``gradient``, if there is one."""
-
-    def multiply_transposed(self, M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
-        """Compute Q ← Mᵀ P."""
-
-    def decompress(self, P: torch.Tensor, Q: torch.Tensor, out: torch.Tensor, M: torch.Tensor | None = None) -> None:
-        """Compute out ← P Qᵀ, and M ← M - out, if there is an M."""
+def multiply(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    """Compute P ← M Q; before that M ← M + ``gradient``, if there is one."""
+    if gradient is not None:
+        M += gradient
+    matmul(M, Q, P)
 
 
-class _StraightProducts:
-    """Products as single calls, in the order of additions of torch's hook."""
-
-    def multiply(self, M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Compute P ← M Q; before that M ← M + ``gradient``, if there is one."""
-        if gradient is not None:
-            M += gradient
-        matmul(M, Q, P)
-
-    def multiply_transposed(self, M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
-        """Compute Q ← Mᵀ P."""
-        matmul(M.t(), P, Q)
-
-    def decompress(self, P: torch.Tensor, Q: torch.Tensor, out: torch.Tensor, M: torch.Tensor | None = None) -> None:
-        """Compute out ← P Qᵀ, and M ← M - out, if there is an M."""
-        matmul(P, Q.t(), out)
-        if M is not None:
-            M -= out
+def multiply_transposed(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
+    """Compute Q ← Mᵀ P."""
+    matmul(M.t(), P, Q)
 
 
-STRAIGHT: Products = _StraightProducts()
+def decompress(P: torch.Tensor, Q: torch.Tensor, out: torch.Tensor, M: torch.Tensor | None = None) -> None:
+    """Compute out ← P Qᵀ, and M ← M - out, if there is an M."""
+    matmul(P, Q.t(), out)
+    if M is not None:
+        M -= out
 
 
 def matmul(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ iteration per training step; `_step` is the part of Algorithm 2 between backward
     gradient ← P Qᵀ,  E ← M - P Qᵀ
 
 Both are generators that yield tensors to be summed; a `RoundQueue` runs them. Vectors (biases, norms) are averaged
-exactly, in the message of P. `PRODUCTS` selects the implementation of the products. Do not add linear algebra here.
+exactly, in the message of P. Do not add linear algebra here: it is in `low_rank`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ from torch.futures import Future
 
 from torchdist_ref.algorithms.bucket import GradBucket, width
 from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
-from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, HookRounds, RoundQueue, comm_hook
-from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import CompressionPlan, Matrix, Products, orthonormalize
+from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import CompressionPlan, Matrix, orthonormalize
 from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger("torchdist_ref.algorithms")
-
-# `low_rank.STRAIGHT` gives the same bits by single calls.
-PRODUCTS: Products = BLOCKED
-
 
 # ---- state
 
@@ -460,7 +455,7 @@ def _step(state: PowerSGDState, bucket: GradBucket, plan: CompressionPlan, divis
     _store_vectors(average(first[: plan.rest_size], divisor), out, plan)
 
     for P, Q, gradient, M in zip(Ps, Qs, gradients, Ms, strict=True):
-        PRODUCTS.decompress(P, Q, gradient, None if error is None else M)
+        low_rank.decompress(P, Q, gradient, None if error is None else M)
     if not state.warm_start:
         state.p_memory_dict.pop(bucket.index())
         state.q_memory_dict.pop(bucket.index())
@@ -495,13 +490,13 @@ def _compress_and_aggregate(
     orthonormalize(Qs, state.orthogonalization_epsilon)
 
     for gradient, M, P, Q in zip(gradients, Ms, Ps, Qs, strict=True):
-        PRODUCTS.multiply(M, Q, P, None if M is gradient else gradient)
+        low_rank.multiply(M, Q, P, None if M is gradient else gradient)
     # A sum serves as well as an average: the columns are normalized next.
     yield from _first_round(first, plan.rest_size, state.factor_dtype)
     orthonormalize(Ps, state.orthogonalization_epsilon)
 
     for M, P, Q in zip(Ms, Ps, Qs, strict=True):
-        PRODUCTS.multiply_transposed(M, P, Q)
+        low_rank.multiply_transposed(M, P, Q)
     yield from _summed(second, state.factor_dtype)
     average(second, divisor)
     return Ps, Qs
