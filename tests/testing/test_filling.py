@@ -79,3 +79,12 @@ def test_a_shape_that_is_a_number_is_named() -> None:
     text = r"testing\.fill: argument 'shape' must be a sequence of sizes, as in \(5,\), got 5"
     with pytest.raises(ArgumentTypeError, match=text):
         fill(0, 5)  # type: ignore[arg-type]
+
+
+def test_a_long_tensor_continues_a_short_one_and_does_not_repeat() -> None:
+    """Positions are hashed in parts of 32,768."""
+    whole = fill(3, (70_001,), torch.int64)
+    for count in (1, 32_767, 32_768, 32_769, 65_537):
+        assert torch.equal(whole[:count], fill(3, (count,), torch.int64))
+    for shift in (1, 32_767, 32_768, 65_536):
+        assert (whole[shift:] == whole[:-shift]).double().mean() < 0.1

@@ -21,26 +21,39 @@ _STEP, _MIX, _BLOCK = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 _SHUFFLE = (6, 13, 1, 10, 15, 4, 8, 3, 11, 0, 14, 7, 2, 9, 5, 12)
 
 
-def _hash(positions: torch.Tensor, block: int) -> torch.Tensor:
-    mixed = (positions + 1) * _STEP + (block * _BLOCK) % 2**63
-    mixed = (mixed ^ (mixed >> 31)) * _MIX
-    return mixed ^ (mixed >> 29)
+# Positions that are hashed at once: their temporary tensors stay in the cache, and the allocator keeps their memory.
+_TOGETHER = 32_768
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _indices(rank: int, count: int) -> torch.Tensor:
-    mixed = _hash(torch.arange(count, dtype=torch.int64, device="cpu"), rank // _RANKS)
+    """Return the index into `_SHUFFLE` of each position."""
+    starts = range(0, max(count, 1), _TOGETHER)
+    parts = [_indices_between(rank, start, min(start + _TOGETHER, count)) for start in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _indices_between(rank: int, start: int, end: int) -> torch.Tensor:
+    block, of_block = divmod(rank, _RANKS)
+    mixed = torch.arange(start + 1, end + 1, dtype=torch.int64, device="cpu").mul_(_STEP)
+    mixed.add_((block * _BLOCK) % 2**63)
+    mixed.bitwise_xor_(mixed >> 31).mul_(_MIX)
+    # All further steps need the lowest bits only.
+    low = mixed.bitwise_xor_(mixed >> 29).to(torch.int16)
     # With an odd stride, the ranks of a block have different numbers at every position.
-    stride = (mixed >> 8) * 2 + 1
-    return torch.tensor(_SHUFFLE, dtype=torch.int64, device="cpu")[(mixed + stride * (rank % _RANKS)) % _VALUES]
+    stride = (low >> 8).bitwise_and_(_RANKS - 1).mul_(2).add_(1)
+    return low.add_(stride.mul_(of_block)).bitwise_and_(_VALUES - 1).to(torch.int32)
 
 
-def _cast(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of the indices."""
+    shuffled = torch.tensor(_SHUFFLE, dtype=torch.int64, device="cpu")
     if dtype == torch.bool:
-        return indices < _VALUES // 2
+        return shuffled < _VALUES // 2
     if not dtype.is_signed:
-        return (indices + 1).to(dtype)
+        return (shuffled + 1).to(dtype)
     half = _VALUES // 2
-    return torch.where(indices < half, indices - half, indices - half + 1).to(dtype)
+    return torch.where(shuffled < half, shuffled - half, shuffled - half + 1).to(dtype)
 
 
 def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -73,4 +86,6 @@ def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) ->
     if dtype.is_complex:
         parts = [fill(rank, (count,), dtype.to_real()), fill(rank, (2 * count,), dtype.to_real())[count:]]
         return torch.complex(*parts).reshape(shape)
-    return _cast(_indices(rank, count), dtype).reshape(shape)
+    # Not every dtype can be indexed, but its bits can.
+    bits = _values(dtype).view(_BITS[dtype.itemsize])
+    return bits.index_select(0, _indices(rank, count)).view(dtype).reshape(shape)
