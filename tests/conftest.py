@@ -132,17 +132,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def handlers_of_rendezvous_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the rendezvous handlers that a test or an example of the documentation registers."""
+def registries_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the rendezvous handlers and backends that a test or an example of the documentation registers."""
     # The package has a function of the module's name.
-    module = importlib.import_module("torchdist_ref.rendezvous")
-    monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+    for name, registry in (("torchdist_ref.rendezvous", "handlers"), ("torchdist_ref.backends.registry", "registered")):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, registry, dict(getattr(module, registry)))
 
 
 @pytest.fixture(autouse=True)
 def late_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `run` wait longer for the others once a rank has died: a busy machine may not resume them within 3 s."""
-    monkeypatch.setattr("torchdist_ref.testing.running._GRACE_SECONDS", 15.0)
+    monkeypatch.setattr("torchdist_ref.testing.running.GRACE_SECONDS", 15.0)
 
 
 @pytest.fixture(scope="session")
@@ -178,7 +179,7 @@ def clients_with_long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchdist_ref.stores.tcp.client import ConnectionPool
 
     connect = ConnectionPool.connect
-    monkeypatch.setattr(timeouts, "_MIN_GRACE_SECONDS", 20.0)
+    monkeypatch.setattr(timeouts, "MIN_GRACE_SECONDS", 20.0)
     monkeypatch.setattr(ConnectionPool, "connect", lambda pool, _: connect(pool, timeouts.Deadline(20.0)))
 
 

@@ -395,7 +395,7 @@ class TestFailures:
 class TestInterrupt:
     def test_interrupt_reaches_every_rank(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         # Each line that is shown interrupts: those that come later must not give the ranks up.
-        monkeypatch.setattr("torchdist_ref.notebook.request._DOUBLE_PRESS_SECONDS", 60.0)
+        monkeypatch.setattr("torchdist_ref.notebook.request.DOUBLE_PRESS_SECONDS", 60.0)
         items: Shown = []
 
         def listen(rank: int, item: Any) -> None:
@@ -426,7 +426,7 @@ class TestInterrupt:
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
     def test_interrupt_during_much_output(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torchdist_ref.notebook.request._DOUBLE_PRESS_SECONDS", 60.0)
+        monkeypatch.setattr("torchdist_ref.notebook.request.DOUBLE_PRESS_SECONDS", 60.0)
 
         def listen(rank: int, item: Any) -> None:
             if item in ("100", "101", "102") and rank == 0:

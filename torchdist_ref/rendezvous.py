@@ -37,7 +37,7 @@ Handler = Callable[..., RendezvousResult]
 _NO_PORT = -1
 WINDOWS_DRIVE = re.compile(r"^/?([A-Za-z]:)[/\\]")
 
-_handlers: dict[str, Handler] = {}
+handlers: dict[str, Handler] = {}
 
 __all__ = ["register_rendezvous_handler", "rendezvous"]
 
@@ -64,9 +64,9 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
         raise ArgumentTypeError(explain("register_rendezvous_handler", "scheme", "a str", scheme))
     if not callable(handler):
         raise ArgumentTypeError(explain("register_rendezvous_handler", "handler", "a function", handler))
-    if scheme in _handlers:
+    if scheme in handlers:
         raise indexed(RuntimeError(f"Rendezvous handler for {scheme}:// already registered; choose another scheme."))
-    _handlers[scheme] = handler
+    handlers[scheme] = handler
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> RendezvousResult:
@@ -98,12 +98,12 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
         raise RepeatedArgumentError(
             f"The url: {url} has node-specific arguments(rank, world_size) already. Give them in one place only."
         )
-    if parts.scheme not in _handlers:
-        known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+    if parts.scheme not in handlers:
+        known = ", ".join(f"{scheme}://" for scheme in sorted(handlers))
         raise indexed(RuntimeError(f"No rendezvous handler for {parts.scheme}:// (in {url!r}). There are: {known}."))
     extra = {"rank": rank, "world_size": world_size}
     full = _with_query(url, parts, {**query, **{name: str(value) for name, value in extra.items() if value != -1}})
-    return _handlers[parts.scheme](full, **options)
+    return handlers[parts.scheme](full, **options)
 
 
 class RepeatedArgumentError(RendezvousError, AssertionError):

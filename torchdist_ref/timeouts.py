@@ -25,7 +25,7 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 MAX_TIMEOUT = timedelta(days=36500)
 """Longest time-out; longer ones mean the same, and exceed what clocks and system calls accept."""
 
-_MIN_GRACE_SECONDS = 0.09
+MIN_GRACE_SECONDS = 0.09
 
 
 def from_torch(timeout: timedelta) -> timedelta:
@@ -131,7 +131,7 @@ class Deadline:
 
 def grace(seconds: float) -> float:
     """Return how long after its time-out a call of a store may still wait for the server's report, in seconds."""
-    return _MIN_GRACE_SECONDS + min(0.04 * seconds, 2.0)
+    return MIN_GRACE_SECONDS + min(0.04 * seconds, 2.0)
 
 
 def without_grace(seconds: float) -> float:

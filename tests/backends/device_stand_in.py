@@ -154,8 +154,8 @@ def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace CUDA in this process and those forked from it, by a device whose memory ranks can't share."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(contiguous, "_side_stream", Stream)
-    monkeypatch.setattr(contiguous, "_pinned", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    monkeypatch.setattr(contiguous, "side_stream", Stream)
+    monkeypatch.setattr(contiguous, "pinned", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     monkeypatch.setattr(one_gpu, "MEMORY", Nameless())
 
 

@@ -33,7 +33,7 @@ def nothing_through_the_host() -> None:
     def refuse(tensor: Tensor) -> Tensor:
         raise AssertionError(f"a tensor of {tensor.numel()} elements goes through the host's memory")
 
-    contiguous._pinned = refuse
+    contiguous.pinned = refuse
 
 
 def same(what: str, got: Tensor, wanted: Tensor) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import BackendWrapper, Membership, flat_operands
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Recv, Reduce
@@ -51,7 +50,6 @@ class WithoutAllToAll(BackendWrapper):
 
 
 def test_an_error_of_any_type_names_the_clause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(dist.Backend, "PARTIAL", "partial", raising=False)
     dist.Backend.register_backend("partial", lambda m, _: WithoutAllToAll(Ref(m)), extended_api=True)
     with pytest.raises(RankError, match=r"scatters failed on rank \d of 2: NotImplementedError: no all_to_all yet"):
@@ -108,7 +106,6 @@ class Wrong(BackendWrapper):
     ],
 )
 def test_a_wrong_backend_is_refused(fault: str, clause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(dist.Backend, "WRONG", "wrong", raising=False)
     dist.Backend.register_backend("wrong", lambda m, _: Wrong(fault, m), extended_api=True)
     with pytest.raises(RankError, match=f"{clause} failed on rank"):

@@ -25,8 +25,8 @@ SOON, LATER = 10.0, 15.0
 @pytest.fixture(autouse=True)
 def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the time of a destroy for pending calls, and for threads that do not end, longer than `SOON`."""
-    monkeypatch.setattr(base, "_CLOSE_SECONDS", LATER)
-    monkeypatch.setattr(worker_threads, "_END_SECONDS", LATER)
+    monkeypatch.setattr(base, "CLOSE_SECONDS", LATER)
+    monkeypatch.setattr(worker_threads, "END_SECONDS", LATER)
 
 
 def link_of(group: Any = None) -> Any:
@@ -160,7 +160,7 @@ def test_a_collective_that_nobody_joins_is_completed_by_a_destroy_of_all() -> No
 
 def test_the_calls_of_all_threads_and_groups_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each thread of each group had 5 seconds of its own."""
-    monkeypatch.setattr(base, "_CLOSE_SECONDS", 2.0)
+    monkeypatch.setattr(base, "CLOSE_SECONDS", 2.0)
     over = threading.Event()
 
     def program(rank: int) -> float:

@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     instead_of_cuda(monkeypatch)
     monkeypatch.setattr(one_gpu, "BUFFER_BYTES", BUFFER_BYTES)
     monkeypatch.setattr(one_gpu, "MEMORY", SharedDevice())
-    monkeypatch.setattr(contiguous, "_pinned", counted)
+    monkeypatch.setattr(contiguous, "pinned", counted)
     through_host.clear()
 
 

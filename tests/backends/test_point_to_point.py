@@ -125,19 +125,19 @@ def test_a_message_that_arrives_while_another_is_received_is_not_lost() -> None:
 
     def receive(backend: Any) -> list[float]:
         into = [torch.zeros(3), torch.zeros(3)]
-        receiver = backend.messages._receiver
-        late.append(RingsLate(receiver._mailboxes[0].message))
-        receiver._mailboxes[0].message = late[0]
-        with receiver._taking:
+        receiver = backend.messages.receiver
+        late.append(RingsLate(receiver.mailboxes[0].message))
+        receiver.mailboxes[0].message = late[0]
+        with receiver.taking:
             works = [dist.irecv(tensor, source) for tensor, source in zip(into, (0, 2), strict=True)]
             dist.barrier()
         assert all(work is not None and work.wait() for work in works)
         return torch.cat(into).tolist()
 
     def send_late(backend: Any) -> None:
-        box = backend.messages._sender._mailboxes[1][0]
-        ring = box._ring_doorbell
-        box._ring_doorbell = lambda: (ring(), late[0].rung.set())
+        box = backend.messages.sender.mailboxes[1][0]
+        ring = box.ring_doorbell
+        box.ring_doorbell = lambda: (ring(), late[0].rung.set())
         assert late[0].due.wait(5)
 
     def program(rank: int) -> list[float]:
@@ -160,9 +160,9 @@ def test_a_message_that_rang_before_its_receive_was_posted_is_taken() -> None:
     rung, checked = threading.Event(), threading.Semaphore(0)
 
     def receive(backend: Any) -> list[float]:
-        receiver, into = backend.messages._receiver, [torch.zeros(3), torch.zeros(3)]
-        check = receiver._fail_receives
-        receiver._fail_receives = lambda: (check(), checked.release())
+        receiver, into = backend.messages.receiver, [torch.zeros(3), torch.zeros(3)]
+        check = receiver.fail_receives
+        receiver.fail_receives = lambda: (check(), checked.release())
         first = dist.irecv(into[0], 0)
         dist.barrier()
         assert rung.wait(5)
@@ -183,9 +183,9 @@ def test_a_message_that_rang_before_its_receive_was_posted_is_taken() -> None:
         if rank == 0:
             dist.recv(torch.zeros(1), 2)
         else:
-            box = group.backend.messages._sender._mailboxes[1][0]
-            ring = box._ring_doorbell
-            box._ring_doorbell = lambda: (ring(), rung.set())
+            box = group.backend.messages.sender.mailboxes[1][0]
+            ring = box.ring_doorbell
+            box.ring_doorbell = lambda: (ring(), rung.set())
         dist.send(fill(rank, (3,)), 1)
         if rank == 2:
             dist.send(torch.zeros(1), 0)
@@ -253,7 +253,7 @@ def receive_with_an_interruption(rank: int, error: type[BaseException], monkeypa
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(Mailbox, "_receive_chunks", interrupted)
+            patch.setattr(Mailbox, "receive_chunks", interrupted)
             with pytest.raises(error):
                 dist.recv(torch.zeros(4_000_000), 1)
     with pytest.raises(dist.GroupAbortedError) as caught:
@@ -331,16 +331,16 @@ class InterruptedLock:
 def lose_a_posted_receive(rank: int) -> tuple[bool, str, bool]:
     """Interrupt a thread that takes a message when it has found the receive, which another thread has posted."""
     backend: Any = world.default_group().backend
-    receiver, link = backend.messages._receiver, backend.link
+    receiver, link = backend.messages.receiver, backend.link
     if rank:
         return True, "", True
     receive = PostedReceive(Recv(1, 0), torch.zeros(3), time.monotonic() + 5)
     receiver.post(receive)
-    receiver._queues = InterruptedLock(receiver._queues)
+    receiver.lock = InterruptedLock(receiver.lock)
     fields = (0, receive.record.fingerprint, 12)
     message = SimpleNamespace(acquire=lambda block: True)
     with pytest.raises(KeyboardInterrupt):
-        receiver._accept_next(SimpleNamespace(source=1, message=message, peek=lambda: fields))
+        receiver.accept_next(SimpleNamespace(source=1, message=message, peek=lambda: fields))
     return receive.ended, repr(receive.error), link.broken is not None
 
 
@@ -373,8 +373,8 @@ def test_a_wait_for_a_message_that_gives_up_names_its_sender() -> None:
 
 def receive_while_another_thread_gives(rank: int) -> list[float]:
     """Receive a message to this rank itself that another thread has taken for the receive, and not yet written."""
-    receiver: Any = world.default_group().backend.messages._receiver
-    post, give, finish = receiver.post, receiver._give, receiver.finish
+    receiver: Any = world.default_group().backend.messages.receiver
+    post, give, finish = receiver.post, receiver.give, receiver.finish
     taken, write = threading.Event(), threading.Event()
 
     def post_and_send(receive: Any) -> None:
@@ -395,7 +395,7 @@ def receive_while_another_thread_gives(rank: int) -> list[float]:
         finish(receive)
 
     senders: list[threading.Thread] = []
-    receiver.post, receiver._give, receiver.finish = post_and_send, give_late, finish_late
+    receiver.post, receiver.give, receiver.finish = post_and_send, give_late, finish_late
     tensor = torch.zeros(5)
     try:
         assert dist.recv(tensor, rank) == rank

@@ -298,7 +298,7 @@ OUTSTANDING: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("operation", OUTSTANDING)
 def test_calls_that_nobody_joins_end_with_their_group(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they waited for the time-out after `destroy_process_group`."""
-    monkeypatch.setattr(base, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(base, "CLOSE_SECONDS", 0.05)
     over = threading.Event()
 
     def program(rank: int) -> str:

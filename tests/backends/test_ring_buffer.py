@@ -99,9 +99,9 @@ def test_nothing_is_written_before_the_readers_are_done(
     rounds = SimpleNamespace(nbytes=0, by_location=lambda *_: dict.fromkeys(range(4), (compiled,)))
     monkeypatch.setattr(fast, "StagedRounds", lambda link, plan: rounds)
     executor = fast.FastExecutor(link)
-    being_read(executor._ring, seen, ready=False)
+    being_read(executor.ring, seen, ready=False)
     plan: Any = SimpleNamespace(windows=windows, rounds=[()], text="a call", record=None)
-    staged = executor._staged(plan)
+    staged = executor.compile_staged(plan)
     executor.run(fast.Program(plan, staged, staged), [torch.arange(1.0, 7.0)], (0, 0))
     # Round 5, if there is one, writes where round 1 did.
     assert seen == [f"waited for reader of round {number}" for number in range(len(windows))]
@@ -144,7 +144,7 @@ def test_ranks_use_the_same_locations_also_after_calls_that_failed(ranks: Any) -
 
 def test_only_the_first_small_call_of_a_kind_compiles_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = [0, 0]
-    compile_round = StagedRounds._round
+    compile_round = StagedRounds.compile_round
 
     def counting(rounds: StagedRounds, *arguments: Any) -> CompiledRound:
         compiled[rounds.link.rank] += 1
@@ -160,7 +160,7 @@ def test_only_the_first_small_call_of_a_kind_compiles_rounds(monkeypatch: pytest
         assert isinstance(backend, Ref) and found[0][0] == backend.link.layout.cells > 1
         return found
 
-    monkeypatch.setattr(StagedRounds, "_round", counting)
+    monkeypatch.setattr(StagedRounds, "compile_round", counting)
     sums = [(fill(call, (40,)) + fill(1 + call, (40,))).tolist() for call in range(6)]
     for found in run(program, 2, ranks="threads"):
         assert [count for count, _ in found[1:]] == [0] * 5

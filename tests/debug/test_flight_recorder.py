@@ -212,7 +212,7 @@ def test_groups_may_be_registered_while_dumps_are_written() -> None:
         with ThreadPoolExecutor(1) as executor:
             job = executor.submit(lambda: [flight_recorder.register(each, membership, "ref") for each in recorders])
             while not job.done():
-                flight_recorder._of_rank(0)
+                flight_recorder.of_rank(0)
             job.result()
     finally:
         sys.setswitchinterval(interval)

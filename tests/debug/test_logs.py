@@ -53,7 +53,7 @@ def test_the_two_variables_set_the_level_together(
 def test_without_the_variables_pythons_defaults_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(logs.LEVEL_VARIABLE, raising=False)
     run(lambda rank: None, 1)
-    assert ROOT.level == logging.NOTSET and logs._handler not in ROOT.handlers
+    assert ROOT.level == logging.NOTSET and logs.handler not in ROOT.handlers
 
 
 def written(monkeypatch: pytest.MonkeyPatch, configured: bool) -> str:

@@ -177,7 +177,7 @@ def test_a_mesh_of_torchs_returns_our_group() -> None:
 
 def test_threads_use_groups_that_torch_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once one thread looked through the groups in use while another added one, or both made a group of ours for it."""
-    make, made = Registration._make_counterpart, list[Any]()
+    make, made = Registration.make_counterpart, list[Any]()
 
     def recorded(self: Registration, group: Any) -> Any:
         made.append(group)
@@ -198,6 +198,6 @@ def test_threads_use_groups_that_torch_made_at_once(monkeypatch: pytest.MonkeyPa
             found = list(pool.map(use, [fill(thread, (2,)) for thread in range(3)]))
         return len(made), torch.stack(found).flatten().tolist()
 
-    monkeypatch.setattr(Registration, "_make_counterpart", recorded)
+    monkeypatch.setattr(Registration, "make_counterpart", recorded)
     expected = torch.stack([fill(thread, (2,)) for thread in range(3)]).flatten().tolist()
     assert run(program, 1, ranks="processes") == [(60, expected)]

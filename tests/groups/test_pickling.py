@@ -64,8 +64,8 @@ def attacked(rank: int, folder: str, backend: str, authenticated: bool) -> list[
         hostile = b"\0" * 32 + (1000).to_bytes(8, "little") if authenticated else b""
         pickled = pickle.dumps(Attack(f"{folder}/ran{number}"))
         if rank == 1:
-            pickling._dump = lambda *_, data=hostile + pickled: data  # type: ignore[assignment]
-            pickling._load = lambda *_: None  # type: ignore[assignment]
+            pickling.dump_object = lambda *_, data=hostile + pickled: data  # type: ignore[assignment]
+            pickling.load_object = lambda *_: None  # type: ignore[assignment]
         try:
             found.append(repr(receive(operation, rank)))
         except (dist.DistError, ValueError) as error:
@@ -134,7 +134,7 @@ def test_a_trusted_network_exchanges_any_object(tmp_path: Path) -> None:
 def replayed(rank: int, folder: str) -> list[str]:
     """Rank 1 stands for a process between the ranks, which knows no key: it sends its first pickle again."""
     join(rank, folder, "gloo", True)
-    found, dump, recorded = [], pickling._dump, {}
+    found, dump, recorded = [], pickling.dump_object, {}
 
     def record(group: dist.ProcessGroup, exchange: str, value: Any, weights_only: bool) -> bytes:
         kind = exchange.partition(" ")[0]
@@ -143,8 +143,8 @@ def replayed(rank: int, folder: str) -> list[str]:
     for operation in OPERATIONS:
         for _ in range(2):
             if rank == 1:
-                pickling._dump = record
-                pickling._load = lambda *_: ["own"]
+                pickling.dump_object = record
+                pickling.load_object = lambda *_: ["own"]
             try:
                 found.append(repr(receive(operation, rank)))
             except dist.AuthenticationError as error:

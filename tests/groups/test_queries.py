@@ -32,7 +32,7 @@ def test_available_backends_are_those_that_init_can_use(name: str, monkeypatch: 
     assert asked() == dist.is_backend_available(name.upper())
     if name not in registry.names():
         assert not asked()
-        monkeypatch.setitem(registry._backends, name, "somewhere")
+        monkeypatch.setitem(registry.registered, name, "somewhere")
         installed = {"gloo": theirs.is_gloo_available(), "nccl": theirs.is_nccl_available(), "ucc": True, "xccl": True}
         assert name == "mpi" or asked() == installed[name]
 
@@ -64,7 +64,6 @@ def test_device_types_of_backends_are_torchs_or_what_ours_support() -> None:
 
 @pytest.mark.parametrize("devices", ["cpu", ["cuda", "cpu"], None])
 def test_registration_adds_the_device_types_of_a_backend(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(dist.Backend, "CAPABLE", "capable", raising=False)
     monkeypatch.setattr(theirs.Backend, "CAPABLE", "capable", raising=False)
     for library in (dist, theirs):
@@ -95,9 +94,8 @@ def total(rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_a_registered_backend_runs_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_backend_runs_calls() -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     dist.Backend.register_backend("OurOwn", lambda *arguments: counted(calls, *arguments), devices=["fpga"])
     try:
         assert run(total, 2, backend="OUROWN") == [(fill(0, (5,)) + fill(1, (5,))).tolist()] * 2
@@ -110,8 +108,7 @@ def test_a_registered_backend_runs_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         del dist.Backend.OUROWN  # type: ignore[attr-defined]
 
 
-def test_a_factory_that_returns_no_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+def test_a_factory_that_returns_no_backend_is_refused() -> None:
     with pytest.warns(UserWarning, match="this replaces the library's backend 'gloo'") as caught:
         dist.Backend.register_backend("gloo", lambda membership, options: "a backend", extended_api=True)
     assert caught[0].filename == __file__
@@ -164,7 +161,6 @@ def test_a_backend_with_wrong_parts_is_refused(
     factory: Any, extended: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These raised errors of Python, or named only the wrong name."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(dist.Backend, "MINE", "mine", raising=False)
     dist.Backend.register_backend("mine", factory, extended_api=extended)
     with pytest.raises((TypeError, ValueError), match=words):

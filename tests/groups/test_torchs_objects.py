@@ -296,11 +296,11 @@ def test_backend_fake_returns_this_ranks_object_for_each() -> None:
 
 
 def test_a_number_is_accepted_once_in_any_order_unless_it_is_old() -> None:
-    numbers = objects._Numbers()
+    numbers = objects.MessageNumbers()
     near = [5, 3, 4, 0, 9, 7]
     assert [numbers.accept(1, each) for each in near] == [True] * 6
     assert [numbers.accept(1, each) for each in near] == [False] * 6
     assert numbers.accept(2, 5), "each sender has its own numbers"
-    assert numbers.accept(1, 9 + objects._WINDOW) and not numbers.accept(1, 9) and not numbers.accept(1, 8)
+    assert numbers.accept(1, 9 + objects.WINDOW) and not numbers.accept(1, 9) and not numbers.accept(1, 8)
     assert numbers.accept(1, 10) and not numbers.accept(1, 10)
     assert numbers.accept(1, 2**64 - 1) and not numbers.accept(1, 2**64 - 1)

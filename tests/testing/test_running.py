@@ -81,7 +81,7 @@ def test_processes_have_their_own_memory_and_one_thread() -> None:
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks on a busy machine take longer than three seconds to end after the first failure."""
-    monkeypatch.setattr(running, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(running, "GRACE_SECONDS", 30.0)
 
 
 @both

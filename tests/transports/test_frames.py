@@ -188,7 +188,7 @@ def test_silent_clients_are_closed_and_never_fill_the_table(monkeypatch: pytest.
         for client in silent:
             client.settimeout(0.01)
             while not is_closed(client):
-                assert monotonic() < deadline and len(acceptor._handshakes) <= 4
+                assert monotonic() < deadline and len(acceptor.handshakes) <= 4
                 with pytest.raises(RankStalledError):
                     acceptor.next([1], monotonic() + 0.3)
 
@@ -247,7 +247,7 @@ class FailedWatch:
 def test_a_failure_is_found_while_clients_connect_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with acceptor_and_address() as (acceptor, clients, address):
         # Something to accept at every look, as while many clients connect.
-        monkeypatch.setattr(acceptor, "_accept", lambda: None)
+        monkeypatch.setattr(acceptor, "accept", lambda: None)
         connect(clients, address)
         deadline = monotonic() + 60
         with pytest.raises(RankDiedError, match="one of"):
@@ -259,9 +259,9 @@ def test_a_forked_child_closes_its_copies_of_the_acceptors_sockets() -> None:
     with acceptor_and_address() as (acceptor, clients, address):
         connect(clients, address, b"s")
         deadline = monotonic() + 20
-        while not acceptor._handshakes and monotonic() < deadline:
+        while not acceptor.handshakes and monotonic() < deadline:
             with suppress(RankStalledError):
                 acceptor.next({1}, monotonic() + 0.05)
-        [handshake] = acceptor._handshakes.values()
-        states = answer_of_child(lambda: f"{acceptor._server.fileno()} {handshake.sock.fileno()}")
+        [handshake] = acceptor.handshakes.values()
+        states = answer_of_child(lambda: f"{acceptor.listener.fileno()} {handshake.sock.fileno()}")
         assert states == "-1 -1" and handshake.sock.fileno() != -1

@@ -168,7 +168,7 @@ def test_an_interrupted_frame_is_completed_by_the_next(reads: bool, monkeypatch:
     with socket_pair() as (peer_end, own_end):
         mesh.add(1, own_end)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(mesh, "_wait_writable", interrupted)
+            patch.setattr(mesh, "wait_writable", interrupted)
             mesh.send_direct(1, "chunk", memoryview(data))
         header = pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), 0, ((POSTED_RECEIVE, len(data)),)))
         signal = pack(MeshFrame(SEMAPHORE_KINDS.index("doorbell"), 0, ()))
@@ -209,7 +209,7 @@ def has_unread(sock: socket.socket) -> bool:
 
 def test_what_a_rank_sent_before_it_left_reaches_a_peer_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the reason of an abort was lost: the peer took a rank that had ended after a death for dead as well."""
-    monkeypatch.setattr("torchdist_ref.transports.mesh._RESUME_SECONDS", 10.0)
+    monkeypatch.setattr("torchdist_ref.transports.mesh.RESUME_SECONDS", 10.0)
     layout = SegmentLayout(2, window=8192)
     mesh = ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes)))
     with socket_pair() as (peer_end, own_end):
@@ -232,7 +232,7 @@ def test_what_a_rank_sent_before_it_left_reaches_a_peer_that_reads_late(monkeypa
 
 
 def test_two_ranks_that_leave_while_they_send_to_each_other_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchdist_ref.transports.mesh._RESUME_SECONDS", 10.0)
+    monkeypatch.setattr("torchdist_ref.transports.mesh.RESUME_SECONDS", 10.0)
     layout = SegmentLayout(2, window=8192)
     meshes = [ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes))) for _ in range(2)]
     with socket_pair() as ends:
@@ -249,7 +249,7 @@ def test_two_ranks_that_leave_while_they_send_to_each_other_do_not_wait(monkeypa
 
 @pytest.mark.parametrize("peer", ["ends", "has not read a whole frame", "does not read"])
 def test_leaving_waits_for_no_peer_that_will_not_read(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchdist_ref.transports.mesh._RESUME_SECONDS", 0.05 if peer == "does not read" else 10.0)
+    monkeypatch.setattr("torchdist_ref.transports.mesh.RESUME_SECONDS", 0.05 if peer == "does not read" else 10.0)
     layout = SegmentLayout(2, window=8192)
     mesh = ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes)))
     with socket_pair() as (peer_end, own_end):
@@ -276,7 +276,7 @@ def test_a_rank_is_not_disconnected_before_all_it_sent_is_read() -> None:
         mesh.add(1, own_end)
         peer_end.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("status"), 1, ())))
         peer_end.close()
-        with mesh._reading:
+        with mesh.reading:
             # The first brings the reset about.
             while mesh.connections[1].rest is not None:
                 mesh.send(1, "doorbell", 0, ())

@@ -45,7 +45,7 @@ def handle(tensor: torch.Tensor) -> MemoryHandle:
 
 def pages_in_use() -> int:
     """Return the blocks that the kernel holds for this process's arena."""
-    return os.fstat(registered_memory._own_arena().fd).st_blocks
+    return os.fstat(registered_memory.own_arena().fd).st_blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +100,7 @@ def test_memory_is_freed_with_the_last_view() -> None:
     empty = pages_in_use()
     tensor = registered_memory.empty((1 << 18,), torch.float32).fill_(1)
     view = tensor[100:200]
-    address, regions = tensor.untyped_storage().data_ptr(), registered_memory._own_arena().regions
+    address, regions = tensor.untyped_storage().data_ptr(), registered_memory.own_arena().regions
     assert pages_in_use() - empty == 2048 and address in regions
     del tensor
     assert view.sum() == 100 and pages_in_use() - empty == 2048
@@ -130,11 +130,11 @@ def test_the_number_of_mappings_is_bounded() -> None:
     peer = PeerMemory(os.getpid())
     tensors = [
         registered_memory.empty((10,), torch.int64).fill_(number)
-        for number in range(registered_memory._MAX_MAPPED_REGIONS + 10)
+        for number in range(registered_memory.MAX_MAPPED_REGIONS + 10)
     ]
     views = [peer.view(handle(tensor), torch.int64, 10) for tensor in tensors]
     assert [int(view[3]) for view in views] == list(range(len(tensors)))
-    assert len(peer._mapped) <= registered_memory._MAX_MAPPED_REGIONS
+    assert len(peer.mapped) <= registered_memory.MAX_MAPPED_REGIONS
 
 
 def test_a_forked_child_does_not_free_its_parents_memory() -> None:

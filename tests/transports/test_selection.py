@@ -68,7 +68,7 @@ class RecordingStore(PrefixStore):
 
 
 def connect_and_record(rank: int, path: str, prepared: int) -> list[str]:
-    selection._MAX_PREPARED_RANKS = prepared
+    selection.MAX_PREPARED_RANKS = prepared
     store = RecordingStore(dist.FileStore(path, 3))
     link = transports.connect(store, rank, range(3), "world", 1000.0)
     assert link.segment.kind == "shared_memory"

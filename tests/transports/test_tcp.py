@@ -68,7 +68,7 @@ def interrupt_a_long_message(rank: int, path: str) -> tuple[bool, bool]:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Mailbox, "_acquire", interrupted)
+        patch.setattr(Mailbox, "acquire", interrupted)
         dist.recv(tensor, 1)
     before, deadline = tensor.clone(), time.monotonic() + 10
     while mesh.counts["chunk", 1] < 2 and time.monotonic() < deadline:
@@ -339,13 +339,13 @@ def interrupt_in_a_frame(rank: int, path: str) -> str:
     mesh = default_group().backend.link.segment.mesh
     if rank == 0:
         mesh.connections[1].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        original = mesh._wait_writable
+        original = mesh.wait_writable
 
         def interrupted_once(*_: object) -> None:
-            mesh._wait_writable = original
+            mesh.wait_writable = original
             raise KeyboardInterrupt
 
-        mesh._wait_writable = interrupted_once
+        mesh.wait_writable = interrupted_once
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(torch.ones(4_000_000))
         # It stays: the end of its process would tell the other.
@@ -371,5 +371,5 @@ def test_a_rank_without_descriptors_does_not_blame_the_network(monkeypatch: pyte
 
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(OSError, match="Too many open files") as caught:
-        tcp._connect_to("192.0.2.1 1", "", bytes(32), 1, 0, time.monotonic() + 1, None)
+        tcp.connect_to("192.0.2.1 1", "", bytes(32), 1, 0, time.monotonic() + 1, None)
     assert not isinstance(caught.value, DistNetworkError)

@@ -52,7 +52,7 @@ from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.torch_internals.torch_modes import dispatch_modes, is_traced, outside_modes
 from torchdist_ref.work import Work
 
-_CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
+CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
 """Longest wait for the calls of groups that are destroyed, for all groups together, and interval of its checks."""
 
 
@@ -711,7 +711,7 @@ def close_all(backends: Sequence[Backend]) -> None:
         for backend in backends:
             with suppress(Exception):
                 backend.abort(f"it destroyed the group because of {message_of(error)}")
-    deadline = Deadline(_CLOSE_SECONDS)
+    deadline = Deadline(CLOSE_SECONDS)
     try:
         # All of them, each time: the members of each group shall learn at once that this rank leaves.
         while not min([backend.leave() for backend in backends], default=True) and not deadline.passed():

@@ -32,7 +32,7 @@ Tensors = Sequence[Tensor]
 Factory = Callable[[Membership], Backend]
 
 # The package's registry: the name of a backend, and its class or a factory.
-_backends: dict[str, Factory | str] = {
+registered: dict[str, Factory | str] = {
     "ref": "torchdist_ref.backends.ref.backend:Ref",
     "gloo": "torchdist_ref.backends.torch_native.gloo:Gloo",
     "nccl": "torchdist_ref.backends.torch_native.nccl:Nccl",
@@ -41,7 +41,7 @@ _backends: dict[str, Factory | str] = {
 }
 
 
-BUILT_IN = frozenset(_backends)
+BUILT_IN = frozenset(registered)
 NCCL_NAMES = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 """Names of torch's backends on NCCL; the last three are those of torch 2.15."""
 
@@ -51,12 +51,12 @@ def register(name: str, factory: Factory) -> None:
     if name.lower() in BUILT_IN:
         hint = "Register it under another name, unless all groups of this process are to use it"
         warnings.warn(f"register_backend: this replaces the library's backend {name.lower()!r}. {hint}.", stacklevel=3)
-    _backends[name.lower()] = factory
+    registered[name.lower()] = factory
 
 
 def names() -> list[str]:
     """Return the names of all backends: ours, those registered here, and those that others registered with torch."""
-    return sorted({*_backends, *(name.lower() for name in _torch_plugins())})
+    return sorted({*registered, *(name.lower() for name in _torch_plugins())})
 
 
 def has(name: str) -> bool:
@@ -65,7 +65,7 @@ def has(name: str) -> bool:
     Raises:
         UnsupportedError: Its entry point fails.
     """
-    if name in _backends or name in names():
+    if name in registered or name in names():
         return True
     try:
         # torch 2.14 and later register backends of entry points when they are asked for, their own too.
@@ -87,7 +87,7 @@ def names_by_device(name: str, operation: str = "init_process_group") -> dict[st
     >>> names_by_device("GLOO"), names_by_device("cpu:ref,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'ref', 'cuda': 'nccl'})
     """
-    if name in _backends:
+    if name in registered:
         # The common case, fast.
         return {"": name}
     pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
@@ -113,7 +113,7 @@ def check_options(name: str, options: Any, device: Any, operation: str) -> None:
     """
     # A registered backend, also under the name of one of these, is a function.
     if not all(
-        each != "nccl" and isinstance(_backends.get(each), str) for each in names_by_device(name, operation).values()
+        each != "nccl" and isinstance(registered.get(each), str) for each in names_by_device(name, operation).values()
     ):
         return
     if options is not None and not isinstance(options, torch_private.BACKEND_OPTIONS.get()):
@@ -141,7 +141,7 @@ def create(name: str, membership: Membership) -> Backend:
     backends = names_by_device(name)
     if "" not in backends:
         return ByDevice(backends, membership)
-    found = _backends.get(backends[""])
+    found = registered.get(backends[""])
     if found is None and backends[""] in NCCL_NAMES:
         found = partial(_load("torchdist_ref.backends.torch_native.nccl:Nccl"), name=backends[""])
     if found is None:
@@ -231,16 +231,16 @@ class ByDevice(Backend):
     def __init__(self, backends: Mapping[str, str], membership: Membership) -> None:
         self.name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         self.recorder = membership.recorder
-        self._backends: dict[str, Backend] = {}
+        self.registered: dict[str, Backend] = {}
         for device, backend in backends.items():
-            self._backends[device] = create(backend, _membership_for(membership, device))
-            self._backends[device].recorder = self.recorder
-        self._first = next(iter(self._backends.values()))
+            self.registered[device] = create(backend, _membership_for(membership, device))
+            self.registered[device].recorder = self.recorder
+        self._first = next(iter(self.registered.values()))
 
     def serve(self, group: Any) -> None:
         """See `Backend.serve`."""
         super().serve(group)
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.serve(group)
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
@@ -254,7 +254,7 @@ class ByDevice(Backend):
         return self._for_device(call.op, device.type, f"this tensor is on {device}")
 
     def _for_device(self, operation: str, kind: str, why: str) -> Backend:
-        found = self._backends.get(kind)
+        found = self.registered.get(kind)
         if found is None:
             raise UnsupportedError(
                 f"{operation}: No backend type associated with device type {kind}: {why}, and the group's backends are "
@@ -272,7 +272,7 @@ class ByDevice(Backend):
         if device_type is not None:
             why = f"the device is {device_type}"
             return self._for_device("get_backend_impl", device_type, why).implementation(device_type)
-        found = [backend.implementation(device) for device, backend in self._backends.items()]
+        found = [backend.implementation(device) for device, backend in self.registered.items()]
         if any(each is not found[0] for each in found):
             raise ArgumentError(
                 f"get_backend_impl: Process group has multiple backend implementations, {self.name!r}; pass the device "
@@ -282,72 +282,72 @@ class ByDevice(Backend):
 
     def set_timeout(self, seconds: float) -> None:
         """See `Backend.set_timeout`."""
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.set_timeout(seconds)
 
     @property
     def shares_memory(self) -> bool:
         """See `Backend.shares_memory`."""
-        return self._backends.get("cpu", self._first).shares_memory
+        return self.registered.get("cpu", self._first).shares_memory
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        return self._backends.get("cpu", self._first).empty(size, dtype)
+        return self.registered.get("cpu", self._first).empty(size, dtype)
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.failure`."""
-        return next(filter(None, (backend.failure(ranks, description) for backend in self._backends.values())), None)
+        return next(filter(None, (backend.failure(ranks, description) for backend in self.registered.values())), None)
 
     def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.departure`."""
-        return next(filter(None, (backend.departure(ranks, description) for backend in self._backends.values())), None)
+        return next(filter(None, (backend.departure(ranks, description) for backend in self.registered.values())), None)
 
     def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """See `Backend.successor_store`."""
-        made = (backend.successor_store(store, remaining, timeout) for backend in self._backends.values())
+        made = (backend.successor_store(store, remaining, timeout) for backend in self.registered.values())
         return next(filter(None, made), None)
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
         """See `Backend.coalescing`."""
         with ExitStack() as stack:
-            for backend in self._backends.values():
+            for backend in self.registered.values():
                 stack.enter_context(backend.coalescing())
             yield
 
     @property
     def broken(self) -> BaseException | None:
         """See `Backend.broken`."""
-        return next(filter(None, (backend.broken for backend in self._backends.values())), None)
+        return next(filter(None, (backend.broken for backend in self.registered.values())), None)
 
     def explain_leave(self, reason: str) -> None:
         """See `Backend.explain_leave`."""
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.explain_leave(reason)
 
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`."""
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.announce_exit()
 
     def leave(self) -> bool:
         """See `Backend.leave`."""
-        have_left = [backend.leave() for backend in self._backends.values()]
+        have_left = [backend.leave() for backend in self.registered.values()]
         return all(have_left)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.close()
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.abort(reason)
 
     def end_calls(self, reason: str) -> None:
         """See `Backend.end_calls`."""
-        for backend in self._backends.values():
+        for backend in self.registered.values():
             backend.end_calls(reason)
 
 

@@ -27,7 +27,7 @@ from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
 from torchdist_ref.work import Awaited, Work
 
 log = logging.getLogger("torchdist_ref.backends")
-_END_SECONDS = 0.5
+END_SECONDS = 0.5
 """Longest wait for threads to end. Calls that wait for peers end at their next check, a callback perhaps never."""
 
 Job = Callable[[], None]
@@ -116,7 +116,7 @@ def end_threads(workers: Iterable[WorkerThread]) -> None:
     Threads in whose jobs the caller is are only asked to end.
     """
     threads = [(worker, worker.end()) for worker in workers]
-    deadline = Deadline(_END_SECONDS)
+    deadline = Deadline(END_SECONDS)
     for worker, thread in threads:
         if thread is not None and thread is not threading.current_thread() and worker not in _callers.get():
             thread.join(deadline.remaining())

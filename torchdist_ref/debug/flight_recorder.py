@@ -139,7 +139,7 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
         error: The exception that caused it, if any.
     """
     # Of an earlier world, a group may have the same name and key.
-    latest = {(group.name, group.key): (recorder, group) for recorder, group in _of_rank(rank)}
+    latest = {(group.name, group.key): (recorder, group) for recorder, group in of_rank(rank)}
     # Calls through the store come last, where they are kept.
     groups = sorted(latest.values(), key=lambda each: each[1].backend == STORE)[-MAX_GROUPS:]
     stacks: dict[tuple[Frame, ...], int] = {}
@@ -184,7 +184,8 @@ def calls_in_progress() -> list[tuple[RecordedGroup, CallRecord]]:
     ]
 
 
-def _of_rank(rank: int | None) -> list[tuple[Recorder, RecordedGroup]]:
+def of_rank(rank: int | None) -> list[tuple[Recorder, RecordedGroup]]:
+    """Return the recorders of a rank with their groups."""
     return [(recorder, group) for recorder, group in _registered() if group.global_rank == rank]
 
 

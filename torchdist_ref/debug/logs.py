@@ -91,17 +91,17 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-_handler = _OwnHandler()
+handler = _OwnHandler()
 
 
 def configure_logging() -> None:
     """Set level and handler as the environment asks; without its variables, leave Python's defaults."""
     level, ranks = effective_level(), ranks_from_environment()
     if level is None and ranks is None:
-        _ROOT.removeHandler(_handler)
+        _ROOT.removeHandler(handler)
         return
     if level is not None:
         logging.addLevelName(TRACE, "TRACE")
         _ROOT.setLevel(level)
-    _handler.filters[:] = [RankFilter(ranks)]
-    _ROOT.addHandler(_handler)
+    handler.filters[:] = [RankFilter(ranks)]
+    _ROOT.addHandler(handler)

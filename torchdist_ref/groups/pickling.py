@@ -108,7 +108,7 @@ def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, weights
         count: Number of objects in it.
     """
     try:
-        return Payload(_dump(group, exchange, value, weights_only), count=count)
+        return Payload(dump_object(group, exchange, value, weights_only), count=count)
     except NotPlainError as cause:
         reason = _not_weights(operation, group, cause) if group.pickles_objects else not_plain(operation, group, cause)
         error = PicklingError(f"{reason} No rank received anything, and the group remains usable.")
@@ -152,14 +152,15 @@ def unpack(
         PicklingError: The payload is no plain data, and `weights_only` allows nothing else.
     """
     try:
-        return _load(group, memoryview(buffer), operation, exchange, source, weights_only)
+        return load_object(group, memoryview(buffer), operation, exchange, source, weights_only)
     except Exception as error:
         rank = group.members[source]
         add_note(error, f"{operation}: the object arrived complete from rank {rank}, but cannot be unpickled here.")
         raise
 
 
-def _dump(group: ProcessGroup, exchange: str, value: Any, weights_only: bool) -> bytes:
+def dump_object(group: ProcessGroup, exchange: str, value: Any, weights_only: bool) -> bytes:
+    """Return an object as bytes, as the ranks of the group trust each other: plain data, or a pickle with a code."""
     if not group.pickles_objects:
         return encode(value)
     data = encode(value) if weights_only else pickle.dumps(value)
@@ -168,9 +169,10 @@ def _dump(group: ProcessGroup, exchange: str, value: Any, weights_only: bool) ->
     return object_code(group.store, exchange, group.rank(), data) + _LENGTH.pack(len(data)) + data
 
 
-def _load(
+def load_object(
     group: ProcessGroup, buffer: memoryview, operation: str, exchange: str, source: int, weights_only: bool
 ) -> Any:
+    """Return the object of bytes from another rank, once their code is found right."""
     if not group.pickles_objects:
         return decode(buffer)
     load = _load_weights if weights_only else pickle.loads

@@ -281,10 +281,11 @@ class Registration:
             )
         with self._making:
             if group not in self._counterparts:
-                self._counterparts[group] = self._make_counterpart(group)
+                self._counterparts[group] = self.make_counterpart(group)
             return self._counterparts[group]
 
-    def _make_counterpart(self, group: Any) -> ProcessGroup:
+    def make_counterpart(self, group: Any) -> ProcessGroup:
+        """Return a group of ours for a group that torch has made."""
         tables = torch_private.TABLES.get()
         members = tuple(sorted(tables.pg_group_ranks[group], key=tables.pg_group_ranks[group].get))
         store = PrefixStore(f"torch/{group.group_name}/ours", self._default.store)

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 5.0
 # An interrupt may come between a rank's last check for signals and its wait in C code: a second one ends the wait.
 _REPEAT_SECONDS = 0.5
 # A second interrupt by the user gives the ranks up, unless it follows the first one immediately.
-_DOUBLE_PRESS_SECONDS = 1.0
+DOUBLE_PRESS_SECONDS = 1.0
 
 
 Progress = Callable[[dict[int, str]], None]
@@ -231,7 +231,7 @@ class RankRequest:
         # The socket receives the number of each signal that this process handles in Python.
         if signal.SIGINT not in interrupts.recv(64):
             return
-        if self._report.interrupted and time.monotonic() > self._interrupted_at + _DOUBLE_PRESS_SECONDS:
+        if self._report.interrupted and time.monotonic() > self._interrupted_at + DOUBLE_PRESS_SECONDS:
             self._give_up()
         self._report.interrupted = True
         self._interrupt()

@@ -27,7 +27,7 @@ from torchdist_ref.testing.process_ranks import ProcessRanks
 
 T = TypeVar("T")
 # Time that the others have after the first failure. Their group is aborted, so they need far less.
-_GRACE_SECONDS = 3.0
+GRACE_SECONDS = 3.0
 # Time that hanging threads have to give up.
 _JOIN_SECONDS = 1.0
 
@@ -108,7 +108,7 @@ def _gather(arrivals: queue.SimpleQueue[Outcome], world_size: int, timeout: floa
             break
         outcomes[outcome.rank] = outcome
         if outcome.failed:
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return outcomes
 
 

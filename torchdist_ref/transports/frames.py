@@ -359,8 +359,8 @@ class Acceptor:
 
     def __init__(self, server: socket.socket, key: bytes, rank: int) -> None:
         server.setblocking(False)
-        self._server, self._key, self._rank = server, key, rank
-        self._handshakes: dict[int, _PendingHandshake] = {}
+        self.listener, self._key, self._rank = server, key, rank
+        self.handshakes: dict[int, _PendingHandshake] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         close_copies_in_child(self)
@@ -384,8 +384,8 @@ class Acceptor:
                     raise failure
                 check_at = monotonic() + CHECK_SECONDS
             for key, _ in events:
-                if key.fd == self._server.fileno():
-                    self._accept()
+                if key.fd == self.listener.fileno():
+                    self.accept()
                 elif (client := self._advance(key.fd)) is not None:
                     if client.rank in expected:
                         return client.rank, client.sock
@@ -394,36 +394,37 @@ class Acceptor:
         raise RankStalledError(f"init_process_group: ranks {sorted(expected)} did not connect in time.")
 
     def _next_check(self) -> float:
-        first = next(iter(self._handshakes.values()), None)
+        first = next(iter(self.handshakes.values()), None)
         return max(0.0, first.expires - monotonic()) if first else math.inf
 
     def _close_expired(self) -> None:
         now = monotonic()
-        while self._handshakes and (first := next(iter(self._handshakes.values()))).expires <= now:
+        while self.handshakes and (first := next(iter(self.handshakes.values()))).expires <= now:
             self._forget(first).close()
 
-    def _accept(self) -> None:
+    def accept(self) -> None:
+        """Accept a connection, and begin its handshake."""
         try:
-            sock, _ = self._server.accept()
+            sock, _ = self.listener.accept()
         except OSError as error:
             # Other errors concern only the client, which has disconnected again.
             if not advice_on_limit(error):
                 return
-            if not self._handshakes:
+            if not self.handshakes:
                 raise
             return self._close_oldest()
-        if len(self._handshakes) >= MAX_HANDSHAKES:
+        if len(self.handshakes) >= MAX_HANDSHAKES:
             self._close_oldest()
-        self._handshakes[sock.fileno()] = client = _PendingHandshake(sock, self._key, self._rank)
+        self.handshakes[sock.fileno()] = client = _PendingHandshake(sock, self._key, self._rank)
         self._selector.register(client.sock, selectors.EVENT_READ)
 
     def _close_oldest(self) -> None:
         """Close the oldest handshake, to make space for another one."""
-        self._forget(next(iter(self._handshakes.values()))).close()
+        self._forget(next(iter(self.handshakes.values()))).close()
 
     def _advance(self, descriptor: int) -> _PendingHandshake | None:
         """Process a client's bytes; return the handshake if it is complete now."""
-        client = self._handshakes.get(descriptor)
+        client = self.handshakes.get(descriptor)
         if client is None:
             # Closed since the selector reported it.
             return None
@@ -439,16 +440,16 @@ class Acceptor:
 
     def _forget(self, client: _PendingHandshake) -> socket.socket:
         self._selector.unregister(client.sock)
-        del self._handshakes[client.sock.fileno()]
+        del self.handshakes[client.sock.fileno()]
         return client.sock
 
     def close_copies(self) -> None:
         """See `DescriptorOwner.close_copies`. A child has the parent's selector, so nothing is unregistered."""
-        for sock in (self._server, *(client.sock for client in self._handshakes.values())):
+        for sock in (self.listener, *(client.sock for client in self.handshakes.values())):
             sock.close()
 
     def close(self) -> None:
         """Close the connections whose handshake is incomplete."""
-        for client in [*self._handshakes.values()]:
+        for client in [*self.handshakes.values()]:
             self._forget(client).close()
         self._selector.close()

@@ -105,7 +105,7 @@ class Mailbox:
         self._credit = segment.semaphore(layout, "credit", target, source)
         self._direct = segment.direct_path(self.peer)
         fields = [(begin, _FIELDS_BYTES)]
-        self._ring_doorbell = self._make_signal("doorbell")
+        self.ring_doorbell = self._make_signal("doorbell")
         self._post_reply = self._make_signal("reply", fields)
         self._post_credit = self._make_signal("credit", fields)
 
@@ -125,11 +125,11 @@ class Mailbox:
         _, _, size, signal = transfer.chunks[0]
         transfer.memmove(begin, address, size)
         signal()
-        self._ring_doorbell()
+        self.ring_doorbell()
         if size < nbytes and self._direct is None:
             self._send_chunks(transfer, begin, address, timeout)
         if not self._reply.acquire(False):
-            self._acquire(self._reply, self._description, timeout)
+            self.acquire(self._reply, self._description, timeout)
         if fields[_VERDICT] == _REJECTED:
             raise MismatchError(
                 f"{self.link.context(self._description)}: {self.link.rank_names([self.peer])} expects something else: "
@@ -152,7 +152,7 @@ class Mailbox:
     def _send_chunks(self, transfer: MessageTransfer, begin: int, address: int, timeout: float | None) -> None:
         for number, (ring_offset, tensor_offset, nbytes, signal) in enumerate(transfer.chunks[1:], 1):
             if number >= transfer.capacity:
-                self._acquire(self._credit, self._description, timeout)
+                self.acquire(self._credit, self._description, timeout)
                 if self._fields[_VERDICT] == _REJECTED:
                     return
             transfer.memmove(begin + ring_offset, address + tensor_offset, nbytes)
@@ -162,10 +162,10 @@ class Mailbox:
         # Two chunks are in flight at a time: one credit returns for each.
         for number, chunk in enumerate(chunks):
             if number > 1:
-                self._acquire(self._credit, self._description, timeout)
+                self.acquire(self._credit, self._description, timeout)
             path.send("chunk", chunk)
         for _ in chunks[:2]:
-            self._acquire(self._credit, self._description, timeout)
+            self.acquire(self._credit, self._description, timeout)
 
     def peek(self) -> tuple[int, int, int]:
         """Return tag, fingerprint and size of the message at the head, after acquiring `message`."""
@@ -187,7 +187,7 @@ class Mailbox:
             self._post_credit()
         # The sender writes as many chunks as the ring buffer holds before it sees the verdict.
         for _ in transfer.chunks[1 : transfer.capacity]:
-            self._acquire(self._chunk, text, None)
+            self.acquire(self._chunk, text, None)
         self._make_signal("reply", [(self._header_offset, MESSAGE_HEADER_BYTES)])()
 
     def receive(self, tensor: Tensor, description: str, timeout: float | None = None) -> None:
@@ -198,7 +198,7 @@ class Mailbox:
         try:
             transfer.memmove(address, begin, size)
             if size < nbytes and self._direct is None:
-                self._receive_chunks(transfer, begin, address, description, timeout)
+                self.receive_chunks(transfer, begin, address, description, timeout)
             if size == nbytes or self._direct is None:
                 self._post_reply()
                 return
@@ -206,7 +206,7 @@ class Mailbox:
             self._direct.post_receive(chunks)
             self._post_reply()
             for _ in chunks:
-                self._acquire(self._chunk, description, timeout)
+                self.acquire(self._chunk, description, timeout)
                 self._post_credit()
         except BaseException as failure:
             if self._direct is not None:
@@ -215,18 +215,20 @@ class Mailbox:
             self.link.abort_unless_definite(failure, description)
             raise
 
-    def _receive_chunks(
+    def receive_chunks(
         self, transfer: MessageTransfer, begin: int, address: int, description: str, timeout: float | None
     ) -> None:
+        """Copy the chunks of a message to an address as they arrive."""
         credits = len(transfer.chunks) - transfer.capacity
         for number, (ring_offset, tensor_offset, nbytes, _) in enumerate(transfer.chunks[1:]):
             if number < credits:
                 self._post_credit()
             if not self._chunk.acquire(False):
-                self._acquire(self._chunk, description, timeout)
+                self.acquire(self._chunk, description, timeout)
             transfer.memmove(address + tensor_offset, begin + ring_offset, nbytes)
 
-    def _acquire(self, semaphore: Semaphore, description: str, timeout: float | None) -> None:
+    def acquire(self, semaphore: Semaphore, description: str, timeout: float | None) -> None:
+        """Wait for a semaphore that the peer posts; raise if it fails or the time is over."""
         self.link.acquire(semaphore, self.peer, description, timeout, only_peer=True)
 
     def _make_signal(self, kind: str, ranges: list[Range] | None = None) -> Callable[[], Any]:

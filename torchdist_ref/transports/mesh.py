@@ -22,7 +22,7 @@ from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, discarded, pack
 from torchdist_ref.transports.segment import MESSAGE_HEADER_BYTES, ROW_BYTES, SEMAPHORE_KINDS, SegmentLayout
 
-_RESUME_SECONDS = 0.5
+RESUME_SECONDS = 0.5
 """Longest time in which a peer reads the rest of an interrupted frame, or what a rank sent before it left."""
 _SOCKET_POLL_SECONDS = 0.0005
 """Longest wait on the sockets before a waiter checks semaphores that other ranks of this host post."""
@@ -56,7 +56,7 @@ class ConnectionMesh:
         self.ring_doorbell: Callable[[], Any] = lambda: None
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
-        self._reading = threading.Lock()
+        self.reading = threading.Lock()
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self.posted_receives: defaultdict[int, deque[memoryview]] = defaultdict(deque)
 
@@ -102,7 +102,7 @@ class ConnectionMesh:
 
     def cancel_receives(self, peer: int) -> None:
         """Discard what a peer has yet to send to posted views."""
-        with self._reading:
+        with self.reading:
             self.connections[peer].discard_direct()
             self.posted_receives[peer] = deque(map(discarded, self.posted_receives[peer]))
 
@@ -140,9 +140,9 @@ class ConnectionMesh:
                 # After an interruption in the middle of a frame, nothing that follows would be understood.
                 return
             resumes = connection.rest != b""
-            deadline = monotonic() + (min(self.timeout, _RESUME_SECONDS) if resumes else self.timeout)
+            deadline = monotonic() + (min(self.timeout, RESUME_SECONDS) if resumes else self.timeout)
             try:
-                connection.send(parts, lambda: self._wait_writable(peer, deadline))
+                connection.send(parts, lambda: self.wait_writable(peer, deadline))
             except OSError:
                 # Not disconnected before all that has come is read, with the reason why the peer left perhaps.
                 connection.rest = None
@@ -152,7 +152,8 @@ class ConnectionMesh:
                 if not resumes:
                     raise
 
-    def _wait_writable(self, peer: int, deadline: float) -> None:
+    def wait_writable(self, peer: int, deadline: float) -> None:
+        """Wait until the connection to a peer takes bytes, and meanwhile read those of all peers."""
         if monotonic() > deadline:
             raise RankStalledError(
                 f"rank {peer} has not read for {self.timeout:g} s what rank {self.rank} sends. Inspect that rank, or "
@@ -166,13 +167,13 @@ class ConnectionMesh:
 
     def progress(self, seconds: float) -> None:
         """Read the bytes that arrive within this time, unless another thread is reading."""
-        if not (self._reading.acquire(timeout=seconds) if seconds > 0 else self._reading.acquire(False)):
+        if not (self.reading.acquire(timeout=seconds) if seconds > 0 else self.reading.acquire(False)):
             return
         try:
             for fd, _ in self._poll.poll(seconds * 1000):
                 self._read(fd)
         finally:
-            self._reading.release()
+            self.reading.release()
 
     def _read(self, fd: int) -> None:
         peer = self._by_fd[fd]
@@ -198,11 +199,11 @@ class ConnectionMesh:
         the peer to read are lost: with the reason why this rank leaves, so that the peer would take it for dead.
         """
         try:
-            if self._reading.acquire(timeout=_RESUME_SECONDS):
+            if self.reading.acquire(timeout=RESUME_SECONDS):
                 try:
-                    self._await_deliveries(monotonic() + _RESUME_SECONDS)
+                    self._await_deliveries(monotonic() + RESUME_SECONDS)
                 finally:
-                    self._reading.release()
+                    self.reading.release()
         finally:
             for connection in self.connections.values():
                 connection.close()

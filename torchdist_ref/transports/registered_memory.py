@@ -38,7 +38,7 @@ from torch import Tensor
 from torchdist_ref.errors import DistBackendError, advice_on_limit
 from torchdist_ref.transports.segment import open_peer_descriptor
 
-_MAX_MAPPED_REGIONS = 64
+MAX_MAPPED_REGIONS = 64
 """Regions of one peer that stay mapped. Programs repeat a few tensors; beyond these, regions are mapped again."""
 
 
@@ -139,12 +139,13 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="cpu")
     strides = torch.empty(size, dtype=dtype, device="meta").stride()
     tensor: Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
-        _own_arena().allocate(nbytes), 0, torch.Size(size), strides
+        own_arena().allocate(nbytes), 0, torch.Size(size), strides
     )
     return tensor
 
 
-def _own_arena() -> Arena:
+def own_arena() -> Arena:
+    """Return the arena of this process, made on first use."""
     global _arena
     with _arena_lock:
         if _arena is None:
@@ -184,7 +185,7 @@ class PeerMemory:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._mapped: dict[int, mmap.mmap] = {}
+        self.mapped: dict[int, mmap.mmap] = {}
 
     def view(self, handle: MemoryHandle, dtype: torch.dtype, count: int, offset: int = 0) -> Tensor:
         """Return `count` elements of the peer's tensor, from byte `offset` on. Do not write to them.
@@ -196,11 +197,11 @@ class PeerMemory:
         return torch.frombuffer(self._map(handle), dtype=dtype, count=count, offset=start)
 
     def _map(self, handle: MemoryHandle) -> mmap.mmap:
-        mapping = self._mapped.get(handle.begin)
+        mapping = self.mapped.get(handle.begin)
         if mapping is None:
-            if len(self._mapped) >= _MAX_MAPPED_REGIONS:
-                self._mapped.clear()
-            mapping = self._mapped[handle.begin] = self._open(handle)
+            if len(self.mapped) >= MAX_MAPPED_REGIONS:
+                self.mapped.clear()
+            mapping = self.mapped[handle.begin] = self._open(handle)
         return mapping
 
     def _open(self, handle: MemoryHandle) -> mmap.mmap:

@@ -36,7 +36,7 @@ from torchdist_ref.transports.segment import (
     watched_processes,
 )
 
-_MAX_PREPARED_RANKS = 16
+MAX_PREPARED_RANKS = 16
 """Ranks up to which rank 0 creates a segment before all are known to share a host.
 
 Larger groups often span hosts, and the time to create a segment grows with the square of the ranks: 1 ms for 16.
@@ -183,7 +183,7 @@ def _describe(hosts: set[bytes]) -> str:
 
 def _prepared_segment(rank: int, size: int) -> AbstractContextManager[tuple[SharedMemorySegment | None, bytes]]:
     """Create a segment on rank 0, in case that all ranks share a host: the others then need not request its handle."""
-    if rank or not 1 < size <= _MAX_PREPARED_RANKS or unavailable_reason():
+    if rank or not 1 < size <= MAX_PREPARED_RANKS or unavailable_reason():
         return nullcontext((None, b""))
     return created_segment(layout_for(size))
 

@@ -192,7 +192,7 @@ def _connect_mesh(
         lower = [peer for peer in remote if peer < rank]
         addresses = store.multi_get([f"address/{peer}" for peer in lower]) if lower else []
         for peer, text in zip(lower, addresses, strict=True):
-            mesh.add(peer, _connect_to(text.decode(), scope, key, rank, peer, deadline, watch))
+            mesh.add(peer, connect_to(text.decode(), scope, key, rank, peer, deadline, watch))
         expected = {peer for peer in remote if peer > rank}
         with closing(Acceptor(server, key, rank)) as acceptor:
             while expected:
@@ -201,9 +201,23 @@ def _connect_mesh(
                 expected.discard(peer)
 
 
-def _connect_to(
+def connect_to(
     text: str, scope: str, key: bytes, rank: int, peer: int, deadline: float, watch: MemberWatch | None
 ) -> socket.socket:
+    """Connect to a peer and authenticate.
+
+    Args:
+        text: Address and port of the peer.
+        scope: Interface through which a link-local address is reached.
+        key: Key of the group's connections.
+        rank: This rank.
+        peer: Rank to connect to.
+        deadline: Monotonic time until which to try, in seconds.
+        watch: Watch that knows whether the peer has failed.
+
+    Raises:
+        DistNetworkError: The peer cannot be reached.
+    """
     address, port = text.split()
     if scope and is_link_local(address):
         # Each host has its own name for the network that joins them.

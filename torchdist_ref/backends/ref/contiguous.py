@@ -53,7 +53,7 @@ def contiguous_on_host(tensor: Tensor, call: Call) -> Tensor:
         found = contiguous(tensor, call)
         if found.is_cpu:
             return found
-        host = _pinned(found)
+        host = pinned(found)
         host.copy_(found, non_blocking=True)
         settle((found,))
         return host
@@ -64,7 +64,7 @@ def receive_buffer(tensor: Tensor, call: Call) -> Tensor:
     if _is_flat_on_host(tensor):
         return tensor
     with outside_modes():
-        return _pinned(tensor) if tensor.is_cuda else contiguous(tensor, call)
+        return pinned(tensor) if tensor.is_cuda else contiguous(tensor, call)
 
 
 def _is_flat_on_host(tensor: Tensor) -> bool:
@@ -74,7 +74,8 @@ def _is_flat_on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not differs
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor: Tensor) -> Tensor:
+    """Return uninitialized memory of the host for a tensor of a device, pinned if the device is CUDA's."""
     # torch caches pinned memory, and reuses it once no stream uses it any more.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
@@ -92,7 +93,7 @@ def copy_to_host(plan: Plan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """
     if plan.on_host:
         return tensors
-    hosts = [tensor if tensor.is_cpu else _pinned(tensor) for tensor in tensors]
+    hosts = [tensor if tensor.is_cpu else pinned(tensor) for tensor in tensors]
     for host, tensor in list(zip(hosts, tensors, strict=True))[: None if plan.op in IN_PLACE else plan.inputs]:
         if host is not tensor:
             host.copy_(tensor, non_blocking=True)
@@ -131,7 +132,7 @@ def side_streams(tensors: Sequence[Tensor]) -> Callable[[], AbstractContextManag
     def on_side_streams() -> Iterator[None]:
         with ExitStack() as entered:
             for device, event in events.items():
-                stream = _side_stream(device)
+                stream = side_stream(device)
                 stream.wait_event(event)
                 entered.callback(stream.synchronize)
                 entered.enter_context(torch.cuda.stream(stream))
@@ -141,6 +142,6 @@ def side_streams(tensors: Sequence[Tensor]) -> Callable[[], AbstractContextManag
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of asynchronous calls: on one of the program's own they would wait for the program's tasks."""
     return torch.cuda.Stream(device)

@@ -80,7 +80,7 @@ class FastExecutor:
     name = "fast"
 
     def __init__(self, link: Link) -> None:
-        self._link, self._handshake, self._ring = link, Handshake(link), RingBuffer(link)
+        self._link, self._handshake, self.ring = link, Handshake(link), RingBuffer(link)
         self._exchanges: dict[tuple[torch.dtype, Pairs], Run] = {}
 
     # Of zero-copy calls, which many programs never make.
@@ -103,7 +103,7 @@ class FastExecutor:
             MismatchError: A peer announced another call. Nothing was written, and the link remains usable.
             DistBackendError: A peer died, aborted or did not come; the link cannot be used any more.
         """
-        handshake, ring, plan = self._handshake, self._ring, program.plan
+        handshake, ring, plan = self._handshake, self.ring, program.plan
         head = ring.head
         handshake.announce(handshake.sequence, plan.record, number)
         try:
@@ -128,7 +128,7 @@ class FastExecutor:
             # A call without data is over when all ranks have seen each other begin it.
             staged = self._synchronizing(plan)
         else:
-            staged = self._staged(plan)
+            staged = self.compile_staged(plan)
         if not plan.on_host:
             staged = _through_host(plan, staged)
         path = self._direct_path(plan)
@@ -148,7 +148,7 @@ class FastExecutor:
             return None if eager else registered_path(plan, self._neighbors)
         return device_path(plan, self._device_buffers)
 
-    def _staged(self, plan: Plan, repeated: bool = True) -> Run:
+    def compile_staged(self, plan: Plan, repeated: bool = True) -> Run:
         """Return a function that runs a plan through staging buffers: write, signal, wait, compare, reduce, release.
 
         A call of one round and one window has no releases: the handshake of the next call replaces them.
@@ -157,7 +157,7 @@ class FastExecutor:
             plan: The plan.
             repeated: Whether calls of this kind are probably repeated, so that more is compiled now. Default True.
         """
-        wait, operation, ring, handshake = self._link.acquire, plan.text, self._ring, self._handshake
+        wait, operation, ring, handshake = self._link.acquire, plan.text, self.ring, self._handshake
         rounds, count, announced = StagedRounds(self._link, plan), len(plan.rounds), self._handshake.announced
         windows = [(begin, rounds.by_location(begin, repeated)) for begin in plan.windows]
         nbytes = rounds.nbytes
@@ -233,7 +233,7 @@ class FastExecutor:
 
     def _uneven(self, plan: Plan) -> Run:
         """Return what runs an uneven exchange: the ranks exchange sizes, then blocks of these sizes."""
-        world, exchange = plan.schedule.world, self._staged(exchange_of_sizes(plan))
+        world, exchange = plan.schedule.world, self.compile_staged(exchange_of_sizes(plan))
 
         def run(tensors: Sequence[Tensor], check: bool) -> None:
             mine = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64, device="cpu")
@@ -250,7 +250,7 @@ class FastExecutor:
         if found is None:
             if len(self._exchanges) >= MOST_EXCHANGES:
                 self._exchanges.clear()
-            found = self._exchanges[plan.dtype, pairs] = self._staged(with_sizes(plan, pairs), repeated=False)
+            found = self._exchanges[plan.dtype, pairs] = self.compile_staged(with_sizes(plan, pairs), repeated=False)
         return found
 
 
@@ -387,7 +387,7 @@ class StagedRounds:
             numbers = range(len(self.plan.rounds))
             # Tensors made under inference mode could not be changed after it.
             with torch.inference_mode(False):
-                found = tuple(self._round(n, begin, self._after(location, n)) for n in numbers)
+                found = tuple(self.compile_round(n, begin, self._after(location, n)) for n in numbers)
             self._compiled[key] = found
         return found
 
@@ -397,7 +397,7 @@ class StagedRounds:
         location = first + number * (self.nbytes or 1)
         return layout.next_offset(location, self.nbytes) if self.nbytes else location % layout.cells
 
-    def _round(self, number: int, begin: int, location: int) -> CompiledRound:
+    def compile_round(self, number: int, begin: int, location: int) -> CompiledRound:
         """Compile one round of the window that begins there, for one location."""
         link, plan = self.link, self.plan
         handshake = number == 0 and begin == 0

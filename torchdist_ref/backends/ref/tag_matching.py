@@ -136,30 +136,37 @@ class Sender:
 
     Attributes:
         queues: A send queue for each peer.
+        mailboxes: The mailbox to each peer, and a lock for one send at a time.
     """
 
     def __init__(self, link: Link) -> None:
-        self._mailboxes = ByRank(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
+        self.mailboxes = ByRank(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
         self.queues = ByRank(lambda peer: WorkerThread(f"{link.name} to {peer}"))
 
     def send(self, record: Announcement, call: Send, tensor: Tensor) -> None:
         """Deliver a message now. Raises what the mailbox raises; a half-sent message ends the pair."""
-        mailbox, one_at_a_time = self._mailboxes[call.dst]
+        mailbox, one_at_a_time = self.mailboxes[call.dst]
         with one_at_a_time:
             mailbox.send(call.tag, record, tensor)
 
 
 class Receiver:
-    """This rank's posted-receive and unexpected-message queues."""
+    """This rank's posted-receive and unexpected-message queues.
+
+    Attributes:
+        mailboxes: The mailbox of each peer's messages.
+        lock: Held while the two queues are read or changed.
+        taking: Held by the thread that takes messages.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._mailboxes = ByRank(lambda peer: Mailbox(link, peer, link.rank))
+        self.mailboxes = ByRank(lambda peer: Mailbox(link, peer, link.rank))
         self._doorbell = link.segment.semaphore(link.layout, "doorbell", link.rank, link.rank)
         self._posted: list[PostedReceive] = []
         self._unexpected: list[UnexpectedMessage] = []
-        self._queues = threading.Lock()
-        self._taking = threading.Lock()
+        self.lock = threading.Lock()
+        self.taking = threading.Lock()
         self._ending = False
 
     @outside_modes()
@@ -171,7 +178,7 @@ class Receiver:
 
     def post(self, receive: PostedReceive) -> None:
         """Give a receive an unexpected message, or post it."""
-        with self._queues:
+        with self.lock:
             messages = (m for m in self._unexpected if receive.matches(m.source, m.tag))
             message = next(messages, None) if self._unexpected else None
             if message is None:
@@ -179,8 +186,8 @@ class Receiver:
             else:
                 self._unexpected.remove(message)
         if message is not None:
-            self._give(receive, message)
-        elif self._taking.locked():
+            self.give(receive, message)
+        elif self.taking.locked():
             # A thread that waits for another receive may have heard the ring of this one's message, and left it: its
             # sender waits for this rank, perhaps before it does what the other receive is about.
             self._doorbell.release()
@@ -197,7 +204,7 @@ class Receiver:
         Raises:
             ArgumentError: There is none.
         """
-        with self._queues:
+        with self.lock:
             # Another thread may just give it its message.
             unsent = receive in self._posted
             if unsent:
@@ -210,18 +217,19 @@ class Receiver:
             )
 
     def _arrived(self, message: UnexpectedMessage) -> None:
-        with self._queues:
+        with self.lock:
             receive = self._match(message.source, message.tag)
             if receive is None:
                 self._unexpected.append(message)
                 return
             self._posted.remove(receive)
-        self._give(receive, message)
+        self.give(receive, message)
 
     def _match(self, source: int, tag: int) -> PostedReceive | None:
         return next((receive for receive in self._posted if receive.matches(source, tag)), None)
 
-    def _give(self, receive: PostedReceive, message: UnexpectedMessage) -> None:
+    def give(self, receive: PostedReceive, message: UnexpectedMessage) -> None:
+        """Copy an unexpected message to a receive that it matches, and end the receive."""
         source, tag = message.source, message.tag
         if receive.record.fingerprint != message.fingerprint:
             receive.end(source, self._mismatch(receive.call, receive.record, source, tag, message.text))
@@ -239,8 +247,8 @@ class Receiver:
         source = call.src
         if source is None or source == self._link.rank:
             return False
-        mailbox = self._mailboxes[source]
-        if not self._taking.acquire(False):
+        mailbox = self.mailboxes[source]
+        if not self.taking.acquire(False):
             return False
         try:
             while not (self._posted or self._unexpected):
@@ -260,7 +268,7 @@ class Receiver:
                     raise
             return False
         finally:
-            self._taking.release()
+            self.taking.release()
 
     def _take(self, box: Mailbox, fingerprint: int, record: Announcement, call: Recv, tensor: Tensor) -> None:
         """Receive the message at the head, which is for this call."""
@@ -281,11 +289,11 @@ class Receiver:
         """
         try:
             while not receive.ended:
-                if self._taking.acquire(timeout=CHECK_SECONDS):
+                if self.taking.acquire(timeout=CHECK_SECONDS):
                     try:
                         self._take_until(receive)
                     finally:
-                        self._taking.release()
+                        self.taking.release()
         except BaseException:
             self._forget(receive)
             raise
@@ -293,7 +301,7 @@ class Receiver:
             raise receive.error
 
     def _forget(self, receive: PostedReceive) -> None:
-        with self._queues:
+        with self.lock:
             self._posted = [p for p in self._posted if p is not receive]
 
     def _take_until(self, receive: PostedReceive) -> None:
@@ -302,19 +310,19 @@ class Receiver:
             rung = self._link.spin(self._doorbell) or self._doorbell.acquire(True, CHECK_SECONDS)
             # A peer that fails rings without a message, and so does this rank when it destroys the group.
             if not (rung and self._scan()):
-                self._fail_receives()
+                self.fail_receives()
 
     def _scan(self) -> bool:
         """Take a message from each peer that a posted receive names; return whether there was one."""
-        with self._queues:
+        with self.lock:
             wanted = {p.call.src for p in self._posted}
         found = False
         for peer in self._link.peers if None in wanted else wanted:
             if peer is not None and peer != self._link.rank:
-                found |= self._accept_next(self._mailboxes[peer])
+                found |= self.accept_next(self.mailboxes[peer])
         return found
 
-    def _accept_next(self, box: Mailbox) -> bool:
+    def accept_next(self, box: Mailbox) -> bool:
         """Receive the next message of a peer, and return whether there was one."""
         try:
             if box.message.acquire(False):
@@ -335,7 +343,7 @@ class Receiver:
         peer, (tag, fingerprint, nbytes) = box.source, box.peek()
         receive = None
         try:
-            with self._queues:
+            with self.lock:
                 receive = self._match(peer, tag)
                 if receive is not None:
                     self._posted.remove(receive)
@@ -364,9 +372,9 @@ class Receiver:
             f"{text} with tag {tag}. Nothing was written."
         )
 
-    def _fail_receives(self) -> None:
+    def fail_receives(self) -> None:
         """End the receives whose message cannot arrive any more, or did not arrive in time."""
-        with self._queues:
+        with self.lock:
             posted = list(self._posted)
         for receive in posted:
             error = self._failure_of(receive)
@@ -409,7 +417,7 @@ class Receiver:
 
     def _other_tags(self, sources: Sequence[int]) -> str:
         """Return the unexpected messages of some ranks as text, for an error."""
-        with self._queues:
+        with self.lock:
             found = sorted({(m.source, m.tag) for m in self._unexpected if m.source in sources})
         return ", ".join(f"{self._link.rank_names([source])} sent one with tag {tag}" for source, tag in found)
 
@@ -436,7 +444,7 @@ class Messages:
         self._in_memory, self._check_memory = in_memory, check_memory
         self._link, self._rank = link, link.rank
         self._recorder, self._make_work = recorder, make_work
-        self._sender, self._receiver = Sender(link), Receiver(link)
+        self.sender, self.receiver = Sender(link), Receiver(link)
         # Results of receives that are over when they return, by source, which a Work carries.
         self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(link.size)}
         # One thread takes messages for as long as a receive is pending. Another one completes receives, in the order in
@@ -449,17 +457,17 @@ class Messages:
         kind = self._checked_kind(call, inputs[0])
         tensor = contiguous_on_host(inputs[0], call)
         if call.dst == self._rank:
-            self._receiver.send_to_self(call.tag, tensor)
+            self.receiver.send_to_self(call.tag, tensor)
             return Done("send", [])
-        queue = self._sender.queues[call.dst]
+        queue = self.sender.queues[call.dst]
         if wait and queue.idle:
-            self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
+            self._timed(self._record(kind, call), call, self.sender.send, kind.record, call, tensor)
             return _DONE
         work = self._make_work(call.op, [], POINT_TO_POINT)
         work.awaited = partial(self._link.awaited, call.dst)
 
         def run() -> None:
-            self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
+            self._timed(self._record(kind, call), call, self.sender.send, kind.record, call, tensor)
 
         try:
             queue.put(lambda: settle(work, run))
@@ -495,7 +503,7 @@ class Messages:
         except BaseException as failure:
             self._link.abort_unless_definite(failure, str(call))
             raise
-        self._receiver.post(receive)
+        self.receiver.post(receive)
         self._receives.put(lambda: self._take_messages(receive))
         return work
 
@@ -516,23 +524,23 @@ class Messages:
     def _take_messages(self, receive: PostedReceive) -> None:
         """Take messages until a receive has ended; its Work raises the error."""
         try:
-            self._receiver.finish(receive)
+            self.receiver.finish(receive)
         except BaseException as error:
             if not receive.ended:
                 receive.end(-1, error)
 
     def _receive_now(self, record: Announcement, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
         """Receive on this thread, and return the completed `Work`."""
-        if buffer is tensor and self._receiver.take_at_once(record, call, tensor):
+        if buffer is tensor and self.receiver.take_at_once(record, call, tensor):
             return self._received[call.src]
         receive = PostedReceive(call, buffer, monotonic() + self._link.timeout)
-        self._receiver.post(receive)
+        self.receiver.post(receive)
         if call.src == self._rank:
-            self._receiver.refuse_unsent(receive)
+            self.receiver.refuse_unsent(receive)
         return self._received[self._finish(receive, tensor)]
 
     def _finish(self, receive: PostedReceive, tensor: Tensor) -> int:
-        self._receiver.finish(receive)
+        self.receiver.finish(receive)
         if receive.tensor is not tensor:
             with outside_modes():
                 copy_back(receive.tensor, tensor)
@@ -567,9 +575,9 @@ class Messages:
 
     def end_receives(self) -> None:
         """End the receives whose messages have not come."""
-        self._receiver.end_all()
+        self.receiver.end_all()
 
     @property
     def threads(self) -> list[WorkerThread]:
         """Threads of sends and receives; the last one completes what others have received."""
-        return [*self._sender.queues.values(), self._receives, self._completions]
+        return [*self.sender.queues.values(), self._receives, self._completions]

@@ -43,7 +43,7 @@ from torchdist_ref.torch_internals import torch_private
 
 CODE_BYTES = 32
 _HEADER = struct.Struct(f"<{CODE_BYTES}sIQ")
-_WINDOW = 4096
+WINDOW = 4096
 """Numbers of a sender that a receiver remembers. An older one is refused: ranks convert objects nearly in order."""
 
 
@@ -150,7 +150,7 @@ def _limited(group: Any) -> Any:
     return None if ours is None or ours.pickles_objects else ours
 
 
-class _Numbers:
+class MessageNumbers:
     """Numbers of the objects of one group on this rank: the next one to send, and those that have arrived."""
 
     def __init__(self) -> None:
@@ -163,8 +163,8 @@ class _Numbers:
         newest, bits = self._arrived.get(sender, (-1, 0))
         age = newest - number
         if age < 0:
-            bits = (bits << min(-age, _WINDOW) | 1) & (1 << _WINDOW) - 1
-        elif age >= _WINDOW or bits >> age & 1:
+            bits = (bits << min(-age, WINDOW) | 1) & (1 << WINDOW) - 1
+        elif age >= WINDOW or bits >> age & 1:
             return False
         else:
             bits |= 1 << age
@@ -187,7 +187,7 @@ class _Link(NamedTuple):
     name: str
     rank: int
     backend: str
-    numbers: _Numbers
+    numbers: MessageNumbers
 
     def seal(self, pickled: Tensor) -> tuple[Tensor, Tensor]:
         """Return a pickle with a header before it, and the size of both, int64 of shape (1,)."""
@@ -228,7 +228,7 @@ class _Link(NamedTuple):
         )
 
 
-_numbers: WeakKeyDictionary[Any, defaultdict[str, _Numbers]] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Any, defaultdict[str, MessageNumbers]] = WeakKeyDictionary()
 """Numbers by the group of ours that decides, and by the name of the group: one that torch makes again has its key."""
 
 
@@ -244,5 +244,5 @@ def _unauthenticated_link(group: Any) -> _Link | None:
     if not needs_code(group.size(), backend):
         return None
     name = "" if own else group.group_name
-    numbers = _numbers.setdefault(ours, defaultdict(_Numbers))[name]
+    numbers = _numbers.setdefault(ours, defaultdict(MessageNumbers))[name]
     return _Link(ours.store, name, group.rank(), backend, numbers)
