@@ -43,7 +43,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from torchdist_ref.error_index import PREFIX, entry_of
 
@@ -120,18 +120,37 @@ class DistError(_Indexed, _ErrorSlot):
     definite = False
 
 
+class ReportedFailure(Protocol):
+    """Failure of ranks as a value: a `membership.events.Failure`, which this module must not import."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the culprits."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+
+
 class DistBackendError(_BackendSlot, DistError):
     """A backend could not run a call.
 
     Attributes:
         ranks: Global ranks that did not do their part, as far as they are known.
+        failure: The failure of ranks that this error reports, as a value; None if none is known.
     """
 
     ranks: tuple[int, ...] = ()
+    failure: ReportedFailure | None = None
 
     def naming(self, ranks: Iterable[int]) -> Self:
         """Set `ranks`, and return this error."""
         self.ranks = tuple(ranks)
+        return self
+
+    def reporting(self, failure: ReportedFailure | None) -> Self:
+        """Set `failure` and the ranks that it names, if there is one, and return this error."""
+        if failure is not None:
+            self.failure, self.ranks = failure, failure.ranks
         return self
 
 

@@ -34,6 +34,7 @@ from torchdist_ref.errors import (
     BackendArgumentError,
     GroupAbortedError,
     RankStalledError,
+    ReportedFailure,
     UnsupportedError,
     explain,
     on_rank,
@@ -43,8 +44,8 @@ from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 log = logging.getLogger("torchdist_ref.backends")
-Awaited = Callable[[], tuple[str, Sequence[int]]]
-"""Function that returns the ranks that a call waits for, as a sentence and as global ranks; both empty if none."""
+Awaited = Callable[[], tuple[str, ReportedFailure | None]]
+"""Function that returns the ranks that a call waits for, as a sentence and as a value; empty and None if none."""
 
 
 class Runner(Protocol):
@@ -426,9 +427,9 @@ class Work:
         end = None if seconds is None else monotonic() + seconds
         if not self.await_over(seconds):
             awaited = self.awaited
-            found, ranks = awaited() if awaited is not None else ("", ())
+            found, stalled = awaited() if awaited is not None else ("", None)
             text = f"{self.name}: not done after {seconds} s of waiting; the call itself is still running. {found}"
-            raise RankStalledError(text.rstrip()).naming(ranks)
+            raise RankStalledError(text.rstrip()).reporting(stalled)
         if self._future is not None and not self._await_callbacks(self._future, end):
             raise RankStalledError(
                 f"{self.name}: the call is over, but after {seconds} s of waiting a callback of its future is still "

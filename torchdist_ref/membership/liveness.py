@@ -17,7 +17,6 @@ import errno
 import logging
 import os
 import select
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from torchdist_ref.errors import (
     rank_names,
     text_of,
 )
+from torchdist_ref.membership.events import ENDED, EXITED, KILLED, REPLACED, Ending
 from torchdist_ref.processes.witness import is_gone, own_witness, release_pidfd, share_pidfd
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
@@ -52,16 +52,11 @@ _FAILURE_KEY, GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
 _OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
 """Errors whose message is the same on all ranks."""
-_REPLACED = "lives, but has started another program (exec), or closed the descriptors of this library"
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """System errors for a number that is no process's: that of a thread, or of none."""
-_MAX_PID = 2**22
-_MAX_WITNESS = 2**63 - 1
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _NO_PROC = "no-proc"
-_PRESENCE_CHECKS = 8
-"""Ranks that one check of `Presence` looks for."""
 _WITNESS_SECONDS = 0.04
 """Interval of looks at the witnesses of all ranks, each of which is a system call."""
 
@@ -72,8 +67,8 @@ class Liveness(Protocol):
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended."""
 
-    def ending(self, rank: int) -> str:
-        """Return the process of a dead rank and how it ended, as far as that is known; empty if nothing is."""
+    def ending(self, rank: int) -> Ending | None:
+        """Return the process of a dead rank and how it ended, as far as that is known; None if nothing is."""
 
     def close(self) -> None:
         """Release the resources."""
@@ -86,9 +81,9 @@ class NoPeerProcesses:
         """See `Liveness.dead`."""
         return []
 
-    def ending(self, rank: int) -> str:
+    def ending(self, rank: int) -> Ending | None:
         """See `Liveness.ending`."""
-        return ""
+        return None
 
     def close(self) -> None:
         """See `Liveness.close`."""
@@ -113,7 +108,7 @@ class PeerProcesses:
         self._next_look = 0.0
         self._fds: list[int] = []
         self._ranks: dict[int, list[int]] = {}
-        self._endings: dict[int, str] = {}
+        self._endings: dict[int, Ending] = {}
         self._poll = select.poll()
         self._polling, self._closed = threading.Lock(), False
         try:
@@ -131,7 +126,7 @@ class PeerProcesses:
         except OSError as error:
             if error.errno not in _NO_PROCESS:
                 raise
-            self._endings[rank] = self._describe(rank)
+            self._endings[rank] = ending_of(pid)
             return
         self._fds.append(fd)
         self._ranks.setdefault(fd, []).append(rank)
@@ -147,18 +142,18 @@ class PeerProcesses:
                 for fd, _ in self._poll.poll(0):
                     for rank in self._ranks[fd]:
                         if rank not in self._endings:
-                            self._endings[rank] = self._describe(rank)
+                            self._endings[rank] = ending_of(self._pids[rank])
                 for rank in replaced:
-                    self._endings.setdefault(rank, self._describe(rank, _REPLACED))
+                    self._endings.setdefault(rank, Ending(REPLACED, self._pids[rank], os.uname().nodename))
             finally:
                 self._polling.release()
                 if self._closed:
                     self._release()
         return sorted(self._endings)
 
-    def ending(self, rank: int) -> str:
+    def ending(self, rank: int) -> Ending | None:
         """See `Liveness.ending`."""
-        return self._endings.get(rank, "")
+        return self._endings.get(rank)
 
     def _replaced(self) -> list[int]:
         """Return the ranks whose processes have lost their witnesses, if it is time to look again."""
@@ -166,10 +161,6 @@ class PeerProcesses:
             return []
         self._next_look = now + _WITNESS_SECONDS
         return [rank for rank, witness in self._witnesses.items() if is_gone(self._pids[rank], witness)]
-
-    def _describe(self, rank: int, ending: str = "") -> str:
-        pid = self._pids[rank]
-        return f"pid {pid} on {os.uname().nodename} {ending or _exit_of(pid) or 'has ended'}"
 
     def close(self) -> None:
         """Close the descriptors. While a call of `dead` is using them, it closes them when it returns."""
@@ -208,17 +199,15 @@ def is_stopped(pid: int) -> bool:
     return _stat_of(pid)[0] in ("T", "t")
 
 
-def _exit_of(pid: int) -> str:
-    """Return how a process ended, while its parent has not collected its exit status; afterward an empty text."""
-    fields = _stat_of(pid)
+def ending_of(pid: int) -> Ending:
+    """Return how a process of this host ended, as far as is known once its parent has collected its exit status."""
+    host, fields = os.uname().nodename, _stat_of(pid)
     if fields[0] not in ("Z", "X"):
-        return ""
+        return Ending(ENDED, pid, host)
     status = int(fields[_STAT_EXIT_CODE])
-    if not os.WIFSIGNALED(status):
-        return f"exited with code {os.WEXITSTATUS(status)}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"was killed by signal {os.WTERMSIG(status)}"
+    if os.WIFSIGNALED(status):
+        return Ending(KILLED, pid, host, os.WTERMSIG(status))
+    return Ending(EXITED, pid, host, os.WEXITSTATUS(status))
 
 
 FindFailure = Callable[[Sequence[int], str], BaseException | None]

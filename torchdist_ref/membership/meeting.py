@@ -32,7 +32,6 @@ from torchdist_ref.errors import (
     BackendArgumentError,
     DistError,
     DistNetworkError,
-    RankDiedError,
     RankStalledError,
     RendezvousError,
     StoreTimeoutError,
@@ -42,6 +41,7 @@ from torchdist_ref.errors import (
     rank_names,
     text_of,
 )
+from torchdist_ref.membership.events import ENDED, Ending, Failure
 from torchdist_ref.membership.liveness import (
     MemberWatch,
     PeerProcesses,
@@ -58,6 +58,7 @@ from torchdist_ref.membership.rounds import (
     Attendance,
     Round,
 )
+from torchdist_ref.membership.words import error_of
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import HashStore, PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
@@ -329,8 +330,8 @@ class Meeting:
         # The store may end with rank 0 before this rank has read its announcement.
         if opened.host != host_identity() or _is_of_living_process(opened):
             return None
-        ending = f"pid {opened.pid} on {os.uname().nodename} has ended"
-        return RankDiedError(f"{description} on rank {rank}: rank 0 died ({ending}). Start again.")
+        died = Failure.of_death(0, Ending(ENDED, opened.pid, os.uname().nodename))
+        return error_of(died, f"{description} on rank {rank}", advice="start again")
 
     def _second_claim(self, opened: Round, presence: Presence) -> Exception | None:
         """Return the error for another process with this rank in the round; None without."""

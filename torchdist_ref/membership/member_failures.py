@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic, sleep
 
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankDiedError, rank_names
+from torchdist_ref.membership.events import ENDED, Ending
 from torchdist_ref.membership.liveness import (
     GROUP_FAILURE_KEY,
     PeerProcesses,
@@ -22,6 +23,7 @@ from torchdist_ref.membership.liveness import (
     read_failure,
     unwatched,
 )
+from torchdist_ref.membership.words import ending_text
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.timeouts import END_SECONDS
@@ -250,7 +252,8 @@ class MemberFailures:
                 return None
             left = self.departures.among(ended)
             dead = [rank for rank in ended if not self.departures.has_left(rank)]
-            endings = [f"rank {self._members[rank]} died ({processes.ending(rank)})" for rank in dead]
+            known = {rank: processes.ending(rank) or Ending(ENDED) for rank in dead}
+            endings = [f"rank {self._members[rank]} died ({ending_text(known[rank])})" for rank in dead]
         if not dead:
             return left
         self._publish(dead[0], RankDiedError, text := "; ".join(endings))

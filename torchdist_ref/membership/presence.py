@@ -10,9 +10,11 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from torchdist_ref.errors import MismatchError, RankDiedError
+from torchdist_ref.errors import MismatchError
+from torchdist_ref.membership.events import Failure
 from torchdist_ref.membership.liveness import PeerProcesses, backend_mismatch, host_identity, size_mismatch
 from torchdist_ref.membership.rounds import Attendee
+from torchdist_ref.membership.words import error_of
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import Store
 
@@ -90,9 +92,8 @@ class Presence:
             return self._other_size
         for rank in self._processes.dead():
             if rank in ranks:
-                ending = self._processes.ending(rank)
-                text = f"{description} on rank {self._rank}: rank {rank} died ({ending}). Start again."
-                return RankDiedError(text).naming([rank])
+                died = Failure.of_death(rank, self._processes.ending(rank))
+                return error_of(died, f"{description} on rank {self._rank}", advice="start again")
         return None
 
     def _find(self) -> None:

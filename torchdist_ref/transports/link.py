@@ -28,6 +28,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -36,13 +37,15 @@ from torch import Tensor
 
 from torchdist_ref.errors import (
     GroupAbortedError,
-    RankDiedError,
     RankStalledError,
+    ReportedFailure,
     add_note,
     advice_on_limit,
     rank_names,
     text_of,
 )
+from torchdist_ref.membership import events, words
+from torchdist_ref.membership.blame import Wait, blame
 from torchdist_ref.membership.liveness import Liveness, MemberWatch, NoPeerProcesses, is_stopped
 from torchdist_ref.timeouts import CHECK_SECONDS, LONG_WAIT_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
@@ -53,6 +56,7 @@ from torchdist_ref.transports.segment import (
     JOINED,
     LEFT,
     PRESENT,
+    REASON_BYTES,
     ROW_BYTES,
     SegmentLayout,
     StatusRow,
@@ -61,9 +65,8 @@ from torchdist_ref.transports.segment import (
 # A waiting rank renews its entry in the status table at every poll. An older entry belongs to a stopped process.
 _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
-_ABORTED = " aborted: "
+_ADVICE = "start from a checkpoint"
 log = logging.getLogger("torchdist_ref.transports")
-_ADVICE = "The call may have completed on some ranks. Destroy the group and start again from a checkpoint."
 
 
 class Link:
@@ -259,87 +262,65 @@ class Link:
         # Liveness first: checking it may receive news of calls that the rank completed before it exited.
         ended = self.liveness.dead()
         if self.leaving:
-            return GroupAbortedError(f"{self.context(description)}: this rank destroyed the group meanwhile.")
+            return self.left_meanwhile(description)
         if self._joining:
-            return self._failure_to_join(ended, description)
-        concerned = [r for r in self.peers if (self._is_needed(r) if ranks is None else r in ranks)]
-        # The process of a rank that aborted or left may have ended since: its own reason counts.
-        dead = [r for r in ended if r in concerned and not (self.rows[r].closed or self.rows[r].status == ABORTED)]
-        aborted = [r for r in concerned if self.rows[r].status == ABORTED]
-        # Until it has closed its end, a rank that has left may still send messages.
-        left = [r for r in concerned if self.rows[r].status == LEFT and (ranks is None or self.rows[r].closed)]
-        if dead:
-            return self._death(dead, description)
-        if aborted:
-            first = min(aborted, key=lambda r: self.rows[r].aborted_at)
-            return self._abort_of(first, description)
-        if left:
-            return self._departure(left, description)
-        return None
+            # One that has joined and ended concerns the next call.
+            joining = [*self._joining]
+            failure = None if self._watch is None else self._watch.failure(joining)
+            died = [self._death_of(rank) for rank in ended if rank in joining]
+            return failure or self._error(blame(died, self._global(joining), Wait.MEETING), description)
+        needed = [rank for rank in self.peers if (self._is_needed(rank) if ranks is None else rank in ranks)]
+        return self._blamed(needed, Wait.COLLECTIVE if ranks is None else Wait.MESSAGE, ended, description)
 
     def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for those of `ranks` whose processes have ended, or None. For waits on other channels."""
-        ended = [rank for rank in self.liveness.dead() if rank in ranks]
-        # One that has left may have ended because of another's death, which counts then.
-        dead = [rank for rank in ended if not self.rows[rank].closed]
-        if not dead:
-            return self._closing(ended, description) if ended else None
-        return self._death(dead, description)
+        return self._blamed(ranks, Wait.ELSEWHERE, self.liveness.dead(), description)
 
     def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for those of `ranks` that have closed their ends of the group, or None."""
         # Checking for deaths receives the news of other hosts.
         self.liveness.dead()
-        closed = [rank for rank in ranks if self.rows[rank].closed]
-        return self._closing(closed, description) if closed else None
+        return self._blamed(ranks, Wait.PART, (), description)
 
-    def _closing(self, closed: Sequence[int], description: str) -> BaseException:
-        """Return the error for ranks that have closed their ends of the group: the first abort, if there is one."""
-        aborted = [rank for rank in closed if self.rows[rank].status == ABORTED]
-        if not aborted:
-            return self._departure(closed, description)
-        return self._abort_of(min(aborted, key=lambda rank: self.rows[rank].aborted_at), description)
+    def _blamed(self, ranks: Sequence[int], wait: Wait, ended: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for the culprit among some ranks, as `blame` chooses it."""
+        found = blame(self._events(ranks, ended), self._global(ranks), wait)
+        return self._error(found, description)
 
-    def _failure_to_join(self, ended: Sequence[int], description: str) -> BaseException | None:
-        """Return the error for a rank that will not join. One that has joined and ended concerns the next call."""
-        if self._watch is not None and (failure := self._watch.failure([*self._joining])) is not None:
-            return failure
-        gone = [rank for rank in ended if rank in self._joining]
-        return self._death(gone, description) if gone else None
+    def _error(self, failure: events.Failure | None, description: str) -> BaseException | None:
+        if failure is None:
+            return None
+        return words.error_of(failure, self.context(description), self.members, _ADVICE)
 
-    def _death(self, dead: Sequence[int], description: str) -> RankDiedError:
-        ranks = (self.members[rank] for rank in dead)
-        return RankDiedError(f"{self.context(description)}: {self._endings(dead)}. {_ADVICE}").naming(ranks)
+    def _events(self, ranks: Sequence[int], ended: Sequence[int]) -> Iterator[events.MemberEvent]:
+        """Yield what the status table and the processes show of some ranks."""
+        for rank in ranks:
+            row = self.rows[rank]
+            if rank in ended:
+                yield self._death_of(rank)
+            if row.status == ABORTED:
+                written = events.decode(row.reason)
+                known = written if isinstance(written, events.Aborted) else events.Aborted(self.members[rank])
+                yield replace(known, rank=self.members[rank], at=row.aborted_at)
+            if row.closed or row.status == LEFT:
+                yield self._leave_of(rank)
 
-    def _endings(self, dead: Sequence[int]) -> str:
-        endings = "; ".join(filter(None, (self.liveness.ending(rank) for rank in dead)))
-        return f"{self.rank_names(dead)} died{endings and f' ({endings})'}"
+    def _death_of(self, rank: int) -> events.Died:
+        return events.Died(self.members[rank], self.liveness.ending(rank))
 
-    def _abort_of(self, rank: int, description: str) -> GroupAbortedError:
-        """Return the error for an abort; a rank that passed on the abort of another is not the culprit."""
-        culprit, aborted, reason = self.rows[rank].reason.partition(_ABORTED)
-        if not (aborted and culprit.startswith("rank ")):
-            culprit, reason = self.rank_names([rank]), self.rows[rank].reason
-        error = GroupAbortedError(f"{self.context(description)}: {culprit}{_ABORTED}{reason}")
-        error.culprit, error.reason = culprit, reason
-        return error
+    def _leave_of(self, rank: int) -> events.Left:
+        row, written = self.rows[rank], events.decode(self.rows[rank].reason)
+        after = written.after if isinstance(written, events.Left) else ""
+        # The kernel knows the exit code only once Python has ended too, half a second later with torch.
+        ending = self.liveness.ending(rank) if row.program_ended else None
+        return events.Left(self.members[rank], row.closed, row.program_ended, row.describe(), after, ending)
 
-    def _departure(self, left: Sequence[int], description: str) -> GroupAbortedError:
-        """Return the error for ranks that have left the group in good order, or whose programs have ended in it."""
-        ended = [rank for rank in left if self.rows[rank].program_ended]
-        names, last = self.rank_names(ended or left), self.rows[(ended or left)[0]].describe()
-        what = f"{names} destroyed the group; it {last}."
-        if ended:
-            # The kernel knows the exit code only once Python has ended too, half a second later with torch.
-            endings = "; ".join(filter(None, map(self.liveness.ending, ended)))
-            reason = f"ended without destroying the group{endings and f' ({endings})'}"
-            what = f"the program of {names} {reason}; it {last}. See the output and the exit code of that rank."
-        if cause := self.rows[(ended or left)[0]].reason:
-            what += f" It left after: {cause}"
-        error = GroupAbortedError(f"{self.context(description)}: {what}").naming(self.members[r] for r in ended or left)
-        if ended:
-            error.culprit, error.reason = names, f"its program {reason}"
-        return error
+    def _global(self, ranks: Sequence[int]) -> list[int]:
+        return [self.members[rank] for rank in ranks]
+
+    def left_meanwhile(self, description: str) -> GroupAbortedError:
+        """Return the error for a call of this rank that had not ended when it destroyed the group."""
+        return GroupAbortedError(f"{self.context(description)}: {words.say('this rank left')}")
 
     def _is_needed(self, rank: int) -> bool:
         """Return whether `rank` has yet to complete this rank's call. A rank that has completed it may exit."""
@@ -348,14 +329,10 @@ class Link:
     def stall_error(self, peer: int, description: str, seconds: float) -> BaseException:
         """Return the error for a live rank that did not arrive, with the last known call of every rank."""
         others = "; ".join(f"{self.rank_names([r])} {self._state(r)}" for r in self.peers)
-        chain = self._waiting_chain(peer)
-        through = "".join(f", for which {self.rank_names([r])} waits" for r in reversed(chain[:-1]))
-        return RankStalledError(
-            f"{self.context(description)}: {self.rank_names(chain[-1:])} did not arrive within {seconds:g} s{through}. "
-            f"{self._stop_of(chain[-1])}Other ranks: {others}. "
-            f"Inspect that rank, or pass a longer timeout to init_process_group or new_group."
-            f"{self.deaths()}"
-        ).naming(self.members[rank] for rank in chain[-1:])
+        *through, last = self._waiting_chain(peer)
+        chain = self._global(through[::-1])
+        context, stalled = self.context(description), self._stalled(last)
+        return words.stalled(stalled, context, self.members, seconds, chain, others, self.deaths())
 
     def _log_wait(self, peer: int, description: str) -> None:
         """Log for whom a collective waits: until the time-out, half an hour by default, nothing else would be seen."""
@@ -368,36 +345,37 @@ class Link:
             LONG_WAIT_SECONDS,
             self.rank_names([rank]),
             self._state(rank),
-            self._stop_of(rank),
+            words.stop_text(self._stalled(rank)),
             os.getpid(),
         )
 
-    def awaited(self, peer: int | None = None) -> tuple[str, list[int]]:
-        """Return the rank that a call waits for, as a sentence and as global ranks; both empty if none.
+    def awaited(self, peer: int | None = None) -> tuple[str, ReportedFailure | None]:
+        """Return the rank that a call waits for, as a sentence and as a value; empty and None if there is none.
 
         Args:
             peer: The other side of a message. None: the rank that the running collective waits for.
         """
         if peer is None and (peer := self.row.waiting_for(None)) is None:
-            return "", []
-        rank = self._waiting_chain(peer)[-1]
-        text = f"It waits for {self.rank_names([rank])} of group {self.name!r}. {self._stop_of(rank)}"
-        return text.rstrip(), [self.members[rank]]
+            return "", None
+        stalled = self._stalled(self._waiting_chain(peer)[-1])
+        text = words.say("waits for", ranks=words.names(stalled.ranks, self.members), group=self.name)
+        return f"{text} {words.stop_text(stalled)}".rstrip(), stalled
 
-    def _stop_of(self, rank: int) -> str:
-        """Return that the process of a rank of this host is stopped, as a sentence; empty if it runs."""
+    def _stalled(self, rank: int) -> events.Failure:
+        """Return that a rank did not arrive, and that its process is stopped if that is so and on this host."""
         pid = self.rows[rank].pid
-        if not self._is_on_this_host(rank) or not is_stopped(pid):
-            return ""
-        return f"Its process (pid {pid} on {os.uname().nodename}) is stopped: continue it with 'kill -CONT {pid}'. "
+        is_here = self._is_on_this_host(rank) and is_stopped(pid)
+        endings = (events.Ending(events.STOPPED, pid, os.uname().nodename),) if is_here else ()
+        return events.Failure(events.STALLED, (self.members[rank],), endings)
 
     def _is_on_this_host(self, rank: int) -> bool:
         return self.hosts is None or self.hosts[rank] == self.hosts[self.rank]
 
     def deaths(self) -> str:
         """Return the ranks that have died, as a sentence for the error of a stalled call; else an empty text."""
-        dead = [rank for rank in self.liveness.dead() if not self.rows[rank].closed]
-        return f" Meanwhile {self._endings(dead)}." if dead else ""
+        dead = [self._death_of(rank) for rank in self.liveness.dead() if not self.rows[rank].closed]
+        found = blame(dead, self.members, Wait.MESSAGE)
+        return words.deaths(found, self.members)
 
     def _waiting_chain(self, peer: int) -> list[int]:
         """Return the ranks from `peer` to the one at the end of the waits, as far as they are visible here."""
@@ -426,14 +404,12 @@ class Link:
         if self.broken is not None:
             return
         self.broken = error
-        reason = f"{type(error).__name__} in {description}: {text_of(error)}" if description else text_of(error)
-        if (advice := advice_on_limit(error)) and advice not in reason:
+        advice = advice_on_limit(error)
+        advice = "" if advice in text_of(error) else advice
+        if advice:
             add_note(error, advice)
-            reason += f". {advice}"
-        if isinstance(error, GroupAbortedError) and error.culprit:
-            # A rank that sees only this one learns who was first, and why.
-            reason = f"{error.culprit}{_ABORTED}{error.reason}"
-        self.row.abort(reason)
+        own = events.aborted(self.members[self.rank], error, description, advice)
+        self.row.abort(events.encode(own, REASON_BYTES))
         self.publish_row()
         # Receives that wait for this rank look at once.
         for peer in self.peers:
@@ -498,6 +474,11 @@ class Link:
                 f"{self.context(description)}: the group ended with an earlier failure ({self.broken!r}). "
                 f"Destroy it and make a new one."
             ) from self.broken
+
+    def explain_leave(self, reason: str) -> None:
+        """Write the failure after which this rank is about to leave, for the members that miss it."""
+        left = events.Left(self.members[self.rank], after=reason)
+        self.row.explain_leave(events.encode(left, REASON_BYTES))
 
     def announce_program_end(self) -> None:
         """Note that this rank leaves because its program ends; the others learn it with the next status row."""

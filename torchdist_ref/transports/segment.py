@@ -201,6 +201,8 @@ _REASON = _TEXTS + 2 * _TEXT_BYTES
 
 ROW_BYTES = 2048
 _STORE_ADDRESS = ROW_BYTES - 128
+REASON_BYTES = _STORE_ADDRESS - _REASON - 2
+"""Longest reason of an abort or a leave. It is a value (see `membership.events`), which a shorter field would cut."""
 ANNOUNCEMENT_BYTES = _REASON
 """Size of the part of a row that changes in every call: everything before the reason of an abort."""
 

@@ -24,6 +24,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, advice_on_limit
+from torchdist_ref.membership.events import DISCONNECTED, Ending
 from torchdist_ref.membership.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
@@ -118,9 +119,9 @@ class HostAndMeshLiveness:
         disconnected = tuple(self._mesh.disconnected)
         return sorted({*self._local.dead(), *(rank for rank in disconnected if not self._rows[rank].closed)})
 
-    def ending(self, rank: int) -> str:
+    def ending(self, rank: int) -> Ending | None:
         """See `Liveness.ending`."""
-        return self._local.ending(rank) or f"its connection to {self._mesh.address_of(rank)} has ended"
+        return self._local.ending(rank) or Ending(DISCONNECTED, address=self._mesh.address_of(rank))
 
     def close(self) -> None:
         """See `Liveness.close`."""

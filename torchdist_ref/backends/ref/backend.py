@@ -444,7 +444,7 @@ class Ref(Backend):
 
     def explain_leave(self, reason: str) -> None:
         """See `Backend.explain_leave`. The reason is in this rank's row of the status table."""
-        self.link.row.explain_leave(reason)
+        self.link.explain_leave(reason)
 
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`."""

@@ -397,7 +397,7 @@ class Receiver:
                 add_note(error, f"No message with tag {receive.call.tag} came, but {others}. {_SAME_TAG}")
             return error
         if self._ending:
-            ended = GroupAbortedError(f"{link.context(operation)}: this rank destroyed the group meanwhile.")
+            ended = link.left_meanwhile(operation)
             # The others learn of it when this rank has delivered its messages.
             ended.definite = True
             return ended
