@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 import torchdist_ref as dist
 from tests import private_mounts
-from torchdist_ref.elastic.host_agent import agent_settings
+from torchdist_ref.elastic.agent_settings import agent_settings
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.errors import ArgumentError, DistNetworkError, RendezvousError
 from torchdist_ref.launcher import LaunchConfig, elastic_launch

@@ -21,7 +21,7 @@ PACKAGE = pages.ROOT / "torchdist_ref"
 # Names of Python and torch that contain a retired word for reasons of their own.
 FOREIGN = {"_execution_engine"}
 # Files in which a token is one of Python's grammar, or the job token, the secret of a job.
-LEXERS = {"planting.py", "test_laws.py", "notebook_pages.py", "agents.py", "test_host_agent.py", "test_meeting.py"}
+LEXERS = {"planting.py", "test_laws.py", "notebook_pages.py", "agents.py", "test_agents_on_hosts.py", "test_meeting.py"}
 
 
 class Retired(NamedTuple):

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from torchdist_ref.elastic import coordinator, session
-from torchdist_ref.elastic.host_agent import AgentSettings, run_agent
+from torchdist_ref.elastic.agent_settings import AgentSettings
+from torchdist_ref.elastic.host_agent import run_agent
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.launcher.environment import Job
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings

@@ -14,7 +14,7 @@ import pytest
 
 from tests.ports import reserve_port
 from torchdist_ref.elastic import coordinator, session
-from torchdist_ref.elastic.host_agent import agent_settings
+from torchdist_ref.elastic.agent_settings import agent_settings
 from torchdist_ref.elastic.roster import Rules
 from torchdist_ref.errors import ArgumentError, RankDiedError
 from torchdist_ref.launcher.api import LaunchConfig, launch_agent

@@ -273,7 +273,8 @@ def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Call
     Raises:
         ArgumentError: An option is wrong or differs between hosts, or hosts are missing.
     """
-    from torchdist_ref.elastic.host_agent import BAD_INPUT_CODE, agent_settings, run_agent
+    from torchdist_ref.elastic.agent_settings import agent_settings
+    from torchdist_ref.elastic.host_agent import BAD_INPUT_CODE, run_agent
     from torchdist_ref.elastic.roster import Rules
 
     rules = Rules(config.run_id, config.min_nodes, config.max_nodes, config.max_restarts)
