@@ -7,23 +7,17 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 import torchdist_ref as dist
-from tests.outcomes import failing, set_timeout
+from tests.outcomes import NEVER, failing, set_timeout
 from torchdist_ref.backends import base
 from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports import link
-
-# A loose bound: the goal of 100 ms is measured by the benchmark; a test on a busy machine must not be a timer. The
-# time-out of most groups here is 24 s.
-SOON = 10.0
-
 
 BOTH_EXECUTORS = pytest.mark.parametrize("executor", ["fast", "reference"], indirect=True)
 
@@ -47,7 +41,7 @@ def receive() -> None:
 CALLS = {"all_reduce": all_reduce, "barrier": dist.barrier, "recv": receive}
 
 
-def survive(rank: int, name: str, victim: int) -> tuple[str, str, float]:
+def survive(rank: int, name: str, victim: int) -> tuple[str, str]:
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -62,20 +56,19 @@ def test_every_survivor_names_the_dead_rank(name: str, victim: int, executor: st
         run(survive, 3, name, victim, ranks="processes")
     survivors = [outcome.value for rank, outcome in caught.value.outcomes.items() if rank != victim]
     assert len(survivors) == 2
-    for kind, text, seconds in survivors:
+    for kind, text in survivors:
         assert kind == "RankDiedError", text
         assert f"rank {victim} died" in text and f"call 1, {name}(" in text and "group 'world'" in text
-        assert seconds < SOON
 
 
 MEETINGS = {
-    "monitored_barrier": lambda: dist.monitored_barrier(timeout=timedelta(seconds=20)),
+    "monitored_barrier": lambda: dist.monitored_barrier(timeout=NEVER),
     "new_group": lambda: dist.new_group([0, 1, 2]),
     "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]]),
 }
 
 
-def meet_in_the_store(rank: int, name: str) -> tuple[str, str, float]:
+def meet_in_the_store(rank: int, name: str) -> tuple[str, str]:
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,14 +83,13 @@ def test_a_wait_in_the_store_for_a_dead_rank_raises(name: str) -> None:
     with pytest.raises(RankError) as caught:
         run(meet_in_the_store, 3, name, ranks="processes")
     for rank in (0, 2):
-        kind, text, seconds = caught.value.outcomes[rank].value
+        kind, text = caught.value.outcomes[rank].value
         assert (
             kind == "RankDiedError"
             and f"{name} on rank {rank}" in text
             and "rank 1 died (pid " in text
             and " was killed by SIGKILL)" in text
         )
-        assert seconds < SOON
 
 
 def make_a_group_without_the_dead(rank: int) -> float:
@@ -120,12 +112,11 @@ def test_ranks_that_do_not_need_the_dead_one_make_a_group() -> None:
 def test_a_receive_names_the_dead_sender() -> None:
     with pytest.raises(RankError) as caught:
         run(survive, 2, "recv", 1, ranks="processes")
-    kind, text, seconds = caught.value.outcomes[0].value
+    kind, text = caught.value.outcomes[0].value
     assert (kind, "rank 1 died" in text) == ("RankDiedError", True), text
-    assert seconds < SOON
 
 
-def receive_from_any(rank: int, with_message: bool) -> tuple[str, str, float] | list[float]:
+def receive_from_any(rank: int, with_message: bool) -> tuple[str, str] | list[float]:
     """Rank 1 is killed, rank 2 lives; rank 0 receives from any rank."""
     if rank == 2 and with_message:
         dist.isend(fill(2, (3,)), 0)
@@ -160,7 +151,6 @@ def test_a_receive_from_any_rank_names_a_dead_one_of_several_senders() -> None:
     outcomes = {rank: outcome.value for rank, outcome in caught.value.outcomes.items() if rank != 1}
     for rank, kind in ((0, "RankDiedError"), (2, "GroupAbortedError")):
         assert outcomes[rank][0] == kind and "rank 1 died (pid " in outcomes[rank][1], outcomes
-        assert outcomes[rank][2] < SOON
 
 
 def test_a_receive_from_any_rank_takes_a_message_that_came_before_a_death() -> None:
@@ -269,7 +259,7 @@ def test_messages_between_the_living_go_on() -> None:
     assert caught.value.outcomes[1].value == fill(0, (5,)).tolist()
 
 
-def call_differently(rank: int, variant: str) -> tuple[str, str, float, list[float], list[float]]:
+def call_differently(rank: int, variant: str) -> tuple[str, str, list[float], list[float]]:
     tensor = fill(rank, (6,))
     calls = {
         "op": lambda: dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0),
@@ -280,10 +270,10 @@ def call_differently(rank: int, variant: str) -> tuple[str, str, float, list[flo
         "dtype": lambda: dist.all_reduce(tensor.view(torch.int32) if rank else tensor),
         "large": lambda: dist.all_reduce(torch.ones(500_000) if rank else tensor),
     }
-    kind, text, seconds = failing(calls[variant])
+    kind, text = failing(calls[variant])
     after = fill(rank, (6,))
     dist.all_reduce(after)
-    return kind, text, seconds, tensor.tolist(), after.tolist()
+    return kind, text, tensor.tolist(), after.tolist()
 
 
 VARIANTS = ["op", "root", "reduction", "shape", "size", "dtype", "large"]
@@ -295,10 +285,9 @@ VARIANTS = ["op", "root", "reduction", "shape", "size", "dtype", "large"]
 def test_a_mismatch_raises_on_both_sides_and_writes_nothing(variant: str, ranks: str, executor: str) -> None:
     size = 3
     for rank, result in enumerate(run(call_differently, size, variant, ranks=ranks)):
-        kind, text, seconds, tensor, after = result
+        kind, text, tensor, after = result
         assert kind == "MismatchError", text
         assert "rank 0: " in text and "rank 1: " in text
-        assert seconds < SOON
         assert tensor == fill(rank, (6,)).tolist(), "a mismatched call must not write"
         assert after == sum(fill(r, (6,)) for r in range(size)).tolist(), "the group must stay usable"
 
@@ -319,14 +308,14 @@ def test_a_message_of_the_wrong_size_raises_on_both_sides(ranks: str) -> None:
     assert received[2] == [0.0] * 8 + fill(4, (6,)).tolist()
 
 
-def stall(rank: int) -> tuple[str, str, float]:
+def stall(rank: int) -> tuple[str, str]:
     group = dist.new_group([0, 1, 2])
     dist.barrier(group)
     released = dist.new_group([0, 1, 2])
     set_timeout(group, 0.3)
     if rank == 1:
         dist.barrier(released)
-        return "", "", 0.0
+        return "", ""
     outcome = failing(lambda: dist.all_reduce(torch.ones(5), group=group))
     dist.barrier(released)
     return outcome
@@ -343,10 +332,9 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks: str, executor
         text = results[rank][1]
         assert "rank 1 did not arrive within 0.3 s" in text, text
         assert "completed call 0, barrier(), and has made no other" in text
-        assert 0.2 < results[rank][2] < 0.3 + SOON
 
 
-def interrupted(rank: int) -> tuple[str, str, float]:
+def interrupted(rank: int) -> tuple[str, str]:
     if rank == 0:
         recorder = world.default_group().backend.recorder
 
@@ -356,48 +344,44 @@ def interrupted(rank: int) -> tuple[str, str, float]:
             os.kill(os.getpid(), signal.SIGINT)
 
         # The alarm comes while the rank is blocked; a timer thread, since a test must not sleep.
-        start = time.monotonic()
-        try:
-            threading.Timer(0.1, interrupt).start()
+        dist.set_timeout(NEVER)
+        threading.Timer(0.1, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
             dist.barrier()
-        except KeyboardInterrupt:
-            return "KeyboardInterrupt", "", time.monotonic() - start
-        return "", "", 0.0
-    outcome = failing(lambda: dist.recv(torch.ones(1), src=0))
-    return outcome
+        return "KeyboardInterrupt", ""
+    return failing(lambda: dist.recv(torch.ones(1), src=0))
 
 
 @BOTH_EXECUTORS
 def test_ctrl_c_ends_a_blocked_call_and_the_others_learn_the_reason(executor: str) -> None:
     first, second = run(interrupted, 2, ranks="processes")
-    assert first[0] == "KeyboardInterrupt" and first[2] < 0.1 + SOON
+    assert first[0] == "KeyboardInterrupt"
     assert second[0] == "GroupAbortedError" and "KeyboardInterrupt in barrier" in second[1], second
 
 
-def use_after_failure(rank: int) -> tuple[str, str, float]:
+def use_after_failure(rank: int) -> tuple[str, str]:
     group = dist.new_group()
     if rank == 0:
         set_timeout(group, 0.2)
         failing(lambda: dist.barrier(group))
-        set_timeout(group, 24.0)
+        set_timeout(group, NEVER.total_seconds())
         return failing(lambda: dist.all_reduce(torch.ones(1), group=group))
-    return "", "", 0.0
+    return "", ""
 
 
 @BOTH_EXECUTORS
 def test_a_failed_group_raises_at_once(executor: str) -> None:
-    kind, text, seconds = run(use_after_failure, 2)[0]
+    kind, text = run(use_after_failure, 2)[0]
     assert kind == "GroupAbortedError" and "ended with an earlier failure" in text
-    assert seconds < SOON
 
 
-def leave_early(rank: int) -> tuple[str, str, float]:
+def leave_early(rank: int) -> tuple[str, str]:
     group = dist.new_group()
     dist.barrier(group)
     if rank == 1:
         dist.destroy_process_group(group)
         dist.barrier()
-        return "", "", 0.0
+        return "", ""
     outcome = failing(lambda: dist.barrier(group))
     dist.barrier()
     return outcome
@@ -406,27 +390,25 @@ def leave_early(rank: int) -> tuple[str, str, float]:
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 @BOTH_EXECUTORS
 def test_a_group_that_another_rank_destroyed_raises(ranks: str, executor: str) -> None:
-    kind, text, _ = run(leave_early, 2, ranks=ranks)[0]
+    kind, text = run(leave_early, 2, ranks=ranks)[0]
     assert kind == "GroupAbortedError" and "rank 1 destroyed the group" in text, text
 
 
-def ring_after_a_death(rank: int, world: int, told: list[int]) -> tuple[str, str, float]:
+def ring_after_a_death(rank: int, world: int, told: list[int]) -> tuple[str, str]:
     """Each survivor stays until all have their errors; `told` has an eventfd for each rank."""
     dist.barrier()
     if rank == 1:
         # Time for all to wait.
         threading.Event().wait(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    kind, text, _ = failing(lambda: dist.recv(torch.ones(3), src=(rank - 1) % world))
-    seconds = time.monotonic() - start
+    outcome = failing(lambda: dist.recv(torch.ones(3), src=(rank - 1) % world))
     for descriptor in told:
         os.eventfd_write(descriptor, 1)
     others = 1
     while others < world:
         others += os.eventfd_read(told[rank])
     dist.destroy_process_group()
-    return kind, text, seconds
+    return outcome
 
 
 def test_a_death_is_passed_on_along_a_ring_of_receives() -> None:
@@ -437,20 +419,19 @@ def test_a_death_is_passed_on_along_a_ring_of_receives() -> None:
     for descriptor in told:
         os.close(descriptor)
     for rank in set(range(world)) - {1}:
-        kind, text, seconds = caught.value.outcomes[rank].value
+        kind, text = caught.value.outcomes[rank].value
         assert kind == ("RankDiedError" if rank == 2 else "GroupAbortedError"), text
         # The cause, once: not a chain of what each rank heard from the one before it.
         assert "rank 1 died (pid " in text and text.count("aborted") == (rank != 2)
-        assert seconds < SOON
 
 
-def close_with_a_pending_call(rank: int) -> float:
-    group = dist.new_group()
+def close_with_a_pending_call(rank: int) -> bool:
+    group = dist.new_group(timeout=NEVER)
     # This process is the rank's own.
-    base.CLOSE_SECONDS = 60.0
+    base.CLOSE_SECONDS = NEVER.total_seconds()
     if rank == 1:
         dist.barrier()
-        return 0.0
+        return True
     works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for _ in range(20)]
     try:
         threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -458,19 +439,16 @@ def close_with_a_pending_call(rank: int) -> float:
     except (KeyboardInterrupt, dist.DistError):
         pass
     # Not in the block above: while an exception is handled, the group is aborted with it.
-    start = time.monotonic()
     dist.destroy_process_group(group)
-    seconds = time.monotonic() - start
     dist.barrier()
-    assert all(work.is_completed() and not work.is_success() for work in works)
-    return seconds
+    return all(work.is_completed() and not work.is_success() for work in works)
 
 
 def test_destroying_a_group_after_ctrl_c_does_not_wait_for_its_calls() -> None:
-    assert run(close_with_a_pending_call, 2, ranks="processes")[0] < SOON
+    assert run(close_with_a_pending_call, 2, ranks="processes") == [True, True]
 
 
-def fail_in_the_middle(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, float]:
+def fail_in_the_middle(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     if rank == 1:
 
         def exhausted(*_: object, **__: object) -> None:
@@ -488,7 +466,7 @@ def test_a_rank_that_fails_between_two_steps_tells_the_others() -> None:
     monkeypatch = pytest.MonkeyPatch()
     first, second = run(fail_in_the_middle, 2, monkeypatch, ranks="processes")
     assert first[0] == "GroupAbortedError" and "rank 1 aborted: a call with objects failed" in first[1]
-    assert "MemoryError: no room for the payloads" in first[1] and first[2] < SOON
+    assert "MemoryError: no room for the payloads" in first[1]
     assert second[0] == "GroupAbortedError" and "ended with an earlier failure" in second[1]
 
 
@@ -504,7 +482,7 @@ def test_a_receive_with_another_tag_says_so() -> None:
         dist.barrier()
         set_timeout(group, 0.3)
         text = failing(lambda: dist.recv(torch.ones(2), 1, group, tag=4))[1]
-        set_timeout(group, 24.0)
+        set_timeout(group, NEVER.total_seconds())
         dist.recv(torch.ones(2), 1, group, tag=3)
         dist.barrier()
         return text

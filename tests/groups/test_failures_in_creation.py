@@ -7,7 +7,6 @@ import resource
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.descriptors import use_all_descriptors
-from tests.outcomes import failing
+from tests.outcomes import NEVER, failing
 from tests.process_ends import answer_of_child
 from torchdist_ref.groups.world import current
 from torchdist_ref.membership import liveness
@@ -27,9 +26,6 @@ from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link
 
-# Below every time-out of `run` here: a busy machine may be late, a wait that nothing ends is not missed.
-SOON = 12.0
-
 CALLS: dict[str, Callable[[], Any]] = {
     "new_group": lambda: dist.new_group([0, 1, 2]),
     "new_group of members": lambda: dist.new_group([0, 1, 2], use_local_synchronization=True),
@@ -37,7 +33,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-def die_before_joining(rank: int, name: str) -> tuple[str, str, float]:
+def die_before_joining(rank: int, name: str) -> tuple[str, str]:
     if rank == 1:
         # All its keys are in the store and its pid is in the segment; its semaphores are not posted.
         Link.handshake = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
@@ -49,9 +45,9 @@ def test_a_rank_that_dies_before_it_joins_is_named(name: str) -> None:
     with pytest.raises(RankError) as caught:
         run(die_before_joining, 3, name, ranks="processes")
     for rank in (0, 2):
-        kind, text, seconds = caught.value.outcomes[rank].value
+        kind, text = caught.value.outcomes[rank].value
         assert kind == "RankDiedError" and "rank 1 died (pid " in text and "was killed by SIGKILL" in text
-        assert name.split()[0] in text and seconds < SOON
+        assert name.split()[0] in text
 
 
 LIMITS = {
@@ -62,7 +58,7 @@ LIMITS = {
 }
 
 
-def fail_before_joining(rank: int, name: str, limit: str) -> tuple[str, str, float]:
+def fail_before_joining(rank: int, name: str, limit: str) -> tuple[str, str]:
     def fail(*_: Any) -> None:
         raise LIMITS[limit]
 
@@ -71,25 +67,24 @@ def fail_before_joining(rank: int, name: str, limit: str) -> tuple[str, str, flo
     try:
         return failing(CALLS[name])
     except (OSError, RuntimeError, MemoryError) as error:
-        return type(error).__name__, str(error), 0.0
+        return type(error).__name__, str(error)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_at_a_limit_tells_the_others_in_words(name: str, limit: str) -> None:
     outcomes = run(fail_before_joining, 3, name, limit, ranks="processes")
-    own_kind, own_text, _ = outcomes[1]
+    own_kind, own_text = outcomes[1]
     assert own_kind == type(LIMITS[limit]).__name__ and f"{name.split()[0]} on rank 1" in own_text
     assert limit.format(name=name.split()[0]) in own_text
-    for kind, text, seconds in (outcomes[0], outcomes[2]):
+    for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "GroupAbortedError" and f"rank 1 failed: {own_kind}: {own_text}" in text
-        assert seconds < SOON
 
 
 def test_a_rank_without_a_descriptor_for_the_store_says_so_at_once() -> None:
     """Once it tried until the time-out, and asked whether rank 0 was up."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint, limit = f"tcp://127.0.0.1:{server.getsockname()[1]}", timedelta(seconds=20)
+        endpoint, limit = f"tcp://127.0.0.1:{server.getsockname()[1]}", NEVER
 
         def start() -> str:
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -102,9 +97,8 @@ def test_a_rank_without_a_descriptor_for_the_store_says_so_at_once() -> None:
                 texts.append(str(caught.value))
             return "|".join(texts)
 
-        began = time.monotonic()
         texts = answer_of_child(start).split("|")
-    assert len(texts) == 2 and time.monotonic() - began < limit.total_seconds()
+    assert len(texts) == 2
     for text in texts:
         assert f"no socket to {endpoint[6:]} can be opened ([Errno 24] Too many open files)" in text
         assert "ulimit -n" in text
@@ -113,9 +107,7 @@ def test_a_rank_without_a_descriptor_for_the_store_says_so_at_once() -> None:
 def test_a_rank_without_a_free_descriptor_tells_the_others_through_a_file(tmp_path: Path) -> None:
     def program(rank: int) -> None:
         store = FileStore(str(tmp_path / "store"), WORLD)
-        # The others would raise a RankStalledError then.
-        timeout = timedelta(seconds=20)
-        dist.init_process_group("ref", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+        dist.init_process_group("ref", store=store, rank=rank, world_size=WORLD, timeout=NEVER)
         dist.barrier()
         if rank == CULPRIT:
             use_all_descriptors()
@@ -135,7 +127,7 @@ OPENING = {
 }
 
 
-def fail_when_others_have_joined(rank: int, name: str, where: str) -> tuple[str, str, float]:
+def fail_when_others_have_joined(rank: int, name: str, where: str) -> tuple[str, str]:
     monkeypatch = pytest.MonkeyPatch()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -145,13 +137,8 @@ def fail_when_others_have_joined(rank: int, name: str, where: str) -> tuple[str,
         monkeypatch.setattr(OPENING[where], fail)
         with pytest.raises(OSError, match="Too many open files"):
             CALLS[name]()
-        return "", "", 0.0
-    start = time.monotonic()
-    try:
-        dist.barrier(CALLS[name]())
-    except dist.DistError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "no error", 0.0
+        return "", ""
+    return failing(lambda: dist.barrier(CALLS[name]()))
 
 
 @pytest.mark.parametrize("where", OPENING)
@@ -159,12 +146,11 @@ def fail_when_others_have_joined(rank: int, name: str, where: str) -> tuple[str,
 def test_a_rank_that_fails_when_others_have_joined_tells_them(name: str, where: str) -> None:
     """Once the others had a group, and its first call waited for the time-out."""
     outcomes = run(fail_when_others_have_joined, 3, name, where, ranks="processes", timeout=20)
-    for kind, text, seconds in (outcomes[0], outcomes[2]):
+    for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "GroupAbortedError" and "rank 1 " in text and "Too many open files" in text, text
-        assert seconds < SOON
 
 
-def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str, float]:
+def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str]:
     store, request = (PrefixStore, "compare_set") if name == "new_group" else (liveness.WatchedStore, "wait_get")
     original = getattr(store, request)
 
@@ -177,19 +163,18 @@ def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str, floa
     setattr(store, request, interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         CALLS[name]()
-    return "", "", 0.0
+    return "", ""
 
 
 @pytest.mark.parametrize("name", ["new_group", "split_group"])
 def test_a_rank_that_is_interrupted_before_it_connects_tells_the_others(name: str) -> None:
     """Once the others waited for the time-out."""
     outcomes = run(interrupted_before_it_connects, 3, name, ranks="processes", timeout=20)
-    for kind, text, seconds in (outcomes[0], outcomes[2]):
+    for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "GroupAbortedError" and "rank 1 failed: KeyboardInterrupt" in text, text
-        assert seconds < SOON
 
 
-def two_deaths(rank: int) -> tuple[str, str, float] | None:
+def two_deaths(rank: int) -> tuple[str, str] | None:
     dist.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -206,8 +191,8 @@ def test_a_second_death_ends_a_shrink_that_can_be_repeated() -> None:
     with pytest.raises(RankError) as caught:
         run(two_deaths, 4, ranks="processes")
     for rank in (0, 1):
-        kind, text, seconds = caught.value.outcomes[rank].value
-        assert kind == "RankDiedError" and "rank 2 died" in text and seconds < SOON
+        kind, text = caught.value.outcomes[rank].value
+        assert kind == "RankDiedError" and "rank 2 died" in text
 
 
 def test_the_default_timeout_of_a_new_group_is_the_default_groups() -> None:
@@ -230,10 +215,8 @@ def test_the_server_reports_a_rank_whose_connection_ends() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     watch = liveness.MemberWatch(meeting, 0, [0, 1], "init_process_group")
     meeting.wait(["ready"], timedelta(seconds=10))
-    start = time.monotonic()
     with pytest.raises(dist.RankDiedError, match=f"rank 1 failed: its process .pid {pid} on .* has ended"):
         watch.store.get("an address")
-    assert time.monotonic() - start < SOON
     os.waitpid(pid, 0)
     server.close()
 
@@ -259,7 +242,7 @@ def test_other_stores_report_nothing() -> None:
     assert not PrefixStore("a", HashStore()).set_on_disconnect("key", "value")
 
 
-def take_the_key_from_a_dying_rank(rank: int, port: int) -> tuple[str, str, float]:
+def take_the_key_from_a_dying_rank(rank: int, port: int) -> tuple[str, str]:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("TORCHDIST_REF_HOST_ID", f"host {rank}")
 
@@ -278,8 +261,8 @@ def test_a_rank_that_dies_while_it_serves_the_session_key_is_named() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(RankError) as caught:
         run(take_the_key_from_a_dying_rank, 2, server.port, ranks="processes", init=False)
-    kind, text, seconds = caught.value.outcomes[1].value
-    assert kind == "RankDiedError" and "rank 0" in text and seconds < SOON
+    kind, text = caught.value.outcomes[1].value
+    assert kind == "RankDiedError" and "rank 0" in text
     server.close()
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,12 +14,10 @@ import torch
 import torchdist_ref as dist
 import torchdist_ref.groups.world
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, errors_of_survivors
-from tests.outcomes import failing
+from tests.outcomes import NEVER, failing
 from tests.ports import reserve_port
 from torchdist_ref.testing import RankError, run
 
-# Half of it says that a wait has not ended by it, also on a busy machine.
-TIMEOUT = timedelta(seconds=24)
 CALLS: dict[str, Callable[[], Any]] = {
     "new_group": lambda: dist.new_group([0, 1, 2]),
     "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]]),
@@ -32,12 +28,12 @@ HOSTS = ["AAA", "AAB", "ABA"]
 def initialize(rank: int, port: int, hosts: str) -> None:
     os.environ["TORCHDIST_REF_HOST_ID"] = f"host {hosts[rank]}"
     where, size = f"tcp://127.0.0.1:{port}", len(hosts)
-    dist.init_process_group("ref", init_method=where, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("ref", init_method=where, rank=rank, world_size=size, timeout=NEVER)
 
 
 def errors_without_the_culprit(hosts: str, leave: Callable[[], None], call: Callable[[], Any]) -> list[str]:
     """Return the errors of a call of the survivors, after the culprit has left; its process lives on."""
-    port, began = reserve_port(), time.monotonic()
+    port = reserve_port()
 
     def program(rank: int) -> None:
         initialize(rank, port, hosts)
@@ -48,7 +44,6 @@ def errors_without_the_culprit(hosts: str, leave: Callable[[], None], call: Call
         call()
 
     found = errors_of_survivors(program)
-    assert all(found[rank].when - began < TIMEOUT.total_seconds() / 2 for rank in SURVIVORS), found
     return [found[rank].text for rank in SURVIVORS]
 
 
@@ -150,7 +145,7 @@ def test_a_rank_that_leaves_after_its_part_fails_no_other(ranks: str) -> None:
     assert run(destroy_at_once, 3, ranks=ranks) == [[rank, 3] * 20 for rank in range(3)]
 
 
-def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str, str, float]:
+def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str, str]:
     """Rank 1 dies, then rank 2. Rank 0, which served the store, finds that out and ends before rank 3 calls."""
     initialize(rank, port, hosts)
     pids: list[Any] = [None] * 4
@@ -174,6 +169,5 @@ def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str,
 def test_a_second_death_is_named_by_a_rank_that_shrinks_late(hosts: str) -> None:
     with pytest.raises(RankError) as caught:
         run(shrink_when_rank_0_has_ended, 4, reserve_port(), hosts, ranks="processes", init=False)
-    kind, text, seconds = caught.value.outcomes[3].value
+    kind, text = caught.value.outcomes[3].value
     assert kind == "RankDiedError" and "shrink_group" in text and "rank 2 died" in text, (kind, text, caught.value)
-    assert seconds < TIMEOUT.total_seconds() / 2
