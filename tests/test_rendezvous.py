@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import socket
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
+from tests.outcomes import NEVER
 from tests.stores.store_helpers import in_child, server
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistNetworkError, RendezvousError
 from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
@@ -142,10 +142,8 @@ def test_second_rendezvous_of_one_iterator_is_refused(port: int, tmp_path: Path)
 
 
 def refused(url: str, rank: Any = -1, world_size: Any = -1, kind: Any = RendezvousError) -> str:
-    start = time.monotonic()
     with pytest.raises(kind) as caught:
-        next(rendezvous(url, rank, world_size, timeout=timedelta(seconds=20)))
-    assert time.monotonic() - start < 10
+        next(rendezvous(url, rank, world_size, timeout=NEVER))
     return str(caught.value)
 
 
@@ -217,13 +215,11 @@ def test_a_port_in_use_names_host_and_port(port: int) -> None:
 
 
 def test_rendezvous_without_a_server_ends_at_the_timeout(port: int, request: pytest.FixtureRequest) -> None:
-    start = time.monotonic()
     with pytest.raises(DistNetworkError, match=rf"no connection to 127.0.0.1:{port} within 0.3 s"):
         next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=QUICK))
     request.getfixturevalue("clients_with_long_timeouts")
     with pytest.raises(RuntimeError, match="1/2 clients joined"):
         next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=QUICK))
-    assert 0.6 <= time.monotonic() - start < 20
 
 
 # Handlers of one's own, and files named the Windows way
@@ -247,11 +243,9 @@ def test_registered_handler() -> None:
 
 @pytest.mark.parametrize("host", ["239.1.2.3", "[ff02::1]"])
 def test_multicast_address_is_refused(host: str) -> None:
-    start = time.monotonic()
     for rank in (0, 1):
         with pytest.raises(RendezvousError, match=r"multicast address.*rank 0's host"):
-            next(rendezvous(f"tcp://{host}:29500", rank, 2))
-    assert time.monotonic() - start < 10
+            next(rendezvous(f"tcp://{host}:29500", rank, 2, timeout=NEVER))
 
 
 @pytest.mark.parametrize(

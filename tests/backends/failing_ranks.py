@@ -28,12 +28,11 @@ _ENDED_IN_ORDER = 9
 
 @dataclass(frozen=True)
 class Raised:
-    """Error that a survivor raised, at a time of `time.monotonic`."""
+    """Error that a survivor raised."""
 
     kind: str
     text: str
     trace: str
-    when: float
 
 
 def errors_of_survivors(program: Callable[[int], object], timeout: float = 40.0) -> dict[int, Raised]:
@@ -77,13 +76,13 @@ def errors_of_survivors(program: Callable[[int], object], timeout: float = 40.0)
 
 
 def _run_rank(program: Callable[[int], object], rank: int, answer: int, release: int) -> None:
-    found = ["", "no error", "", 0.0]
+    found = ["", "no error", ""]
     try:
         # OpenMP's threads do not survive a fork.
         torch.set_num_threads(1)
         program(rank)
     except BaseException as error:
-        found = [type(error).__name__, str(error), traceback.format_exc(), time.monotonic()]
+        found = [type(error).__name__, str(error), traceback.format_exc()]
     finally:
         with os.fdopen(answer, "w") as pipe:
             json.dump(found, pipe)

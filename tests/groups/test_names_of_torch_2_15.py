@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -185,17 +184,16 @@ def test_the_implementation_is_the_object_that_runs_the_calls() -> None:
 # set_timeout
 
 
-def late(rank: int, call: Callable[[torch.Tensor], Any], over: threading.Event) -> tuple[str, float]:
-    """Return the error of a call that rank 1 never makes, and the seconds that it took rank 0."""
+def late(rank: int, call: Callable[[torch.Tensor], Any], over: threading.Event) -> str:
+    """Return the error of a call that rank 1 never makes."""
     dist.barrier()
     dist.set_timeout(timedelta(seconds=0.3))
     if rank == 1:
         over.wait(20)
-        return "", 0.0
-    begun = time.monotonic()
+        return ""
     kind, _ = raised(lambda: call(torch.ones(1)))
     over.set()
-    return kind.__name__, time.monotonic() - begun
+    return kind.__name__
 
 
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -208,8 +206,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_time_out_that_was_set_ends_calls_on_ref(name: str) -> None:
-    (kind, seconds), _ = run(late, 2, CALLS[name], threading.Event())
-    assert kind == "RankStalledError" and 0.2 < seconds < 20
+    assert run(late, 2, CALLS[name], threading.Event()) == ["RankStalledError", ""]
 
 
 def test_a_time_out_that_was_set_ends_calls_on_gloo_and_reaches_torchs_object() -> None:
@@ -247,7 +244,7 @@ def test_a_backend_that_cannot_change_its_time_out_warns() -> None:
         both = dist.new_group(backend="cpu:ref,meta:plain")
         with pytest.warns(UserWarning, match="'plain' does not support changing its time-out"):
             dist.set_timeout(timedelta(seconds=2), both)
-        return both.backend._backends["cpu"].link.timeout  # type: ignore[union-attr]
+        return both.backend.backends["cpu"].link.timeout  # type: ignore[union-attr]
 
     class Plain(Ref):
         name = "plain"

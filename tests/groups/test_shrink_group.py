@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -72,11 +71,9 @@ def without_the_server(rank: int, port: int, hosts: bool) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(dist.DistBackendError):
             dist.all_reduce(torch.ones(3))
-        start = time.monotonic()
         dist.shrink_group([0])
         dist.new_group()
         dist.monitored_barrier()
-        assert time.monotonic() - start < SHRINK_SECONDS
         seen.append(sum_of(rank))
     dist.destroy_process_group()
     return seen

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.outcomes import NEVER, failing
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.stores import HashStore
@@ -28,16 +29,13 @@ from torchdist_ref.transports import tcp
 from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.tcp import interface_address
 
-# The time-out of each group is 20 s; the goal of 100 ms is measured by the benchmark.
-SOON = 10.0
-
 
 def join(rank: int, hosts: str, path: str, interface: str = "") -> None:
     os.environ["TORCHDIST_REF_HOST_ID"] = hosts[rank]
     if interface:
         os.environ["TORCHDIST_REF_SOCKET_IFNAME"] = interface
     store = dist.FileStore(path, len(hosts))
-    dist.init_process_group("ref", store=store, rank=rank, world_size=len(hosts), timeout=timedelta(seconds=20))
+    dist.init_process_group("ref", store=store, rank=rank, world_size=len(hosts), timeout=NEVER)
 
 
 def whole_contract(rank: int, hosts: str, path: str) -> None:
@@ -82,17 +80,12 @@ def test_a_tensor_is_the_users_again_when_its_receive_has_failed(tmp_path_factor
     assert run(interrupt_a_long_message, 2, path, ranks="processes", init=False) == [(True, True)] * 2
 
 
-def die_or_report(rank: int, hosts: str, path: str, victim: int) -> tuple[str, str, float]:
+def die_or_report(rank: int, hosts: str, path: str, victim: int) -> tuple[str, str]:
     join(rank, hosts, path)
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(10))
-    except dist.DistError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", 0.0
+    return failing(lambda: dist.all_reduce(torch.ones(10)))
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -102,9 +95,8 @@ def test_a_death_is_detected_on_other_hosts(victim: int, tmp_path_factory: pytes
         run(die_or_report, 3, "aab", path, victim, ranks="processes", init=False)
     for rank, outcome in caught.value.outcomes.items():
         if rank != victim:
-            kind, text, seconds = outcome.value
+            kind, text = outcome.value
             assert kind in ("RankDiedError", "GroupAbortedError") and f"rank {victim} died" in text, text
-            assert seconds < SOON
 
 
 def look_after_a_close(rank: int, path: str, aborts: bool) -> tuple[str, str]:
@@ -126,8 +118,7 @@ def look_after_a_close(rank: int, path: str, aborts: bool) -> tuple[str, str]:
     # Each look reads what has arrived, in several steps.
     of_the_living = [backend.failure([1], "meeting") for _ in range(20)][-1]
     after.set("go", "")
-    end = time.monotonic() + SOON
-    while (of_the_dead := backend.failure([0, 1], "meeting")) is None and time.monotonic() < end:
+    while (of_the_dead := backend.failure([0, 1], "meeting")) is None:
         os.sched_yield()
     after.set("seen", "")
     return str(of_the_living), str(of_the_dead)
@@ -225,32 +216,23 @@ def may_unshare(rank: int) -> bool:
     return ctypes.CDLL(None).unshare(CLONE_NEWIPC) == 0
 
 
-def interrupted(rank: int, path: str, call: str) -> float:
-    """Interrupt a wait for a rank of another host, and return the seconds to the exception."""
+def interrupted(rank: int, path: str, call: str) -> None:
+    """Interrupt a wait for a rank of another host, which goes on only then."""
     join(rank, "ab", path)
     store = dist.FileStore(path + "late", 2)
     if rank == 1:
-        store.wait(["go"])
-        return 0.0
-    hit: list[float] = []
-
-    def interrupt() -> None:
-        hit.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
+        return store.wait(["go"])
     with pytest.raises(KeyboardInterrupt):
         # In the block: on a busy machine the signal may come before the wait.
-        threading.Timer(0.1, interrupt).start()
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         dist.all_reduce(torch.ones(10)) if call == "all_reduce" else dist.recv(torch.ones(10), 1)
     store.set("go", "")
-    return time.monotonic() - hit[0]
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "recv"])
 def test_ctrl_c_interrupts_a_wait_for_another_host(call: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("tcp") / "store")
-    # The goal is 0.1 s; the rest is for a machine with other work.
-    assert run(interrupted, 2, path, call, ranks="processes", init=False)[0] < 0.1 + 0.4
+    assert run(interrupted, 2, path, call, ranks="processes", init=False) == [None, None]
 
 
 def sockets() -> int:
@@ -290,15 +272,14 @@ def test_each_pair_of_ranks_on_different_hosts_has_one_connection(
     assert found == [[count, count, count, 0] for count in each]
 
 
-def call_after_a_death(rank: int, path: str, call: str) -> tuple[str, float]:
+def call_after_a_death(rank: int, path: str, call: str) -> str:
     """End rank 2 before any call: no two ranks have exchanged more than the handshake."""
     join(rank, "abcd", path)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(dist.DistError) as caught:
         dist.recv(torch.ones(3), 2) if call == "recv" else dist.all_reduce(torch.ones(3))
-    return str(caught.value), time.monotonic() - start
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "recv"])
@@ -307,8 +288,8 @@ def test_a_death_before_the_first_call_is_detected_by_all(call: str, tmp_path_fa
     with pytest.raises(RankError) as caught:
         run(call_after_a_death, 4, path, call, ranks="processes", init=False)
     for rank in (0, 1, 3):
-        text, seconds = caught.value.outcomes[rank].value
-        assert "rank 2 died" in text and call in text and seconds < SOON, text
+        text = caught.value.outcomes[rank].value
+        assert "rank 2 died" in text and call in text, text
 
 
 def exchange_dtypes(rank: int, path: str) -> bool:

@@ -231,16 +231,16 @@ class ByDevice(Backend):
     def __init__(self, backends: Mapping[str, str], membership: Membership) -> None:
         self.name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         self.recorder = membership.recorder
-        self.registered: dict[str, Backend] = {}
+        self.backends: dict[str, Backend] = {}
         for device, backend in backends.items():
-            self.registered[device] = create(backend, _membership_for(membership, device))
-            self.registered[device].recorder = self.recorder
-        self._first = next(iter(self.registered.values()))
+            self.backends[device] = create(backend, _membership_for(membership, device))
+            self.backends[device].recorder = self.recorder
+        self._first = next(iter(self.backends.values()))
 
     def serve(self, group: Any) -> None:
         """See `Backend.serve`."""
         super().serve(group)
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.serve(group)
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
@@ -254,7 +254,7 @@ class ByDevice(Backend):
         return self._for_device(call.op, device.type, f"this tensor is on {device}")
 
     def _for_device(self, operation: str, kind: str, why: str) -> Backend:
-        found = self.registered.get(kind)
+        found = self.backends.get(kind)
         if found is None:
             raise UnsupportedError(
                 f"{operation}: No backend type associated with device type {kind}: {why}, and the group's backends are "
@@ -272,7 +272,7 @@ class ByDevice(Backend):
         if device_type is not None:
             why = f"the device is {device_type}"
             return self._for_device("get_backend_impl", device_type, why).implementation(device_type)
-        found = [backend.implementation(device) for device, backend in self.registered.items()]
+        found = [backend.implementation(device) for device, backend in self.backends.items()]
         if any(each is not found[0] for each in found):
             raise ArgumentError(
                 f"get_backend_impl: Process group has multiple backend implementations, {self.name!r}; pass the device "
@@ -282,72 +282,72 @@ class ByDevice(Backend):
 
     def set_timeout(self, seconds: float) -> None:
         """See `Backend.set_timeout`."""
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.set_timeout(seconds)
 
     @property
     def shares_memory(self) -> bool:
         """See `Backend.shares_memory`."""
-        return self.registered.get("cpu", self._first).shares_memory
+        return self.backends.get("cpu", self._first).shares_memory
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        return self.registered.get("cpu", self._first).empty(size, dtype)
+        return self.backends.get("cpu", self._first).empty(size, dtype)
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.failure`."""
-        return next(filter(None, (backend.failure(ranks, description) for backend in self.registered.values())), None)
+        return next(filter(None, (backend.failure(ranks, description) for backend in self.backends.values())), None)
 
     def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.departure`."""
-        return next(filter(None, (backend.departure(ranks, description) for backend in self.registered.values())), None)
+        return next(filter(None, (backend.departure(ranks, description) for backend in self.backends.values())), None)
 
     def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """See `Backend.successor_store`."""
-        made = (backend.successor_store(store, remaining, timeout) for backend in self.registered.values())
+        made = (backend.successor_store(store, remaining, timeout) for backend in self.backends.values())
         return next(filter(None, made), None)
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
         """See `Backend.coalescing`."""
         with ExitStack() as stack:
-            for backend in self.registered.values():
+            for backend in self.backends.values():
                 stack.enter_context(backend.coalescing())
             yield
 
     @property
     def broken(self) -> BaseException | None:
         """See `Backend.broken`."""
-        return next(filter(None, (backend.broken for backend in self.registered.values())), None)
+        return next(filter(None, (backend.broken for backend in self.backends.values())), None)
 
     def explain_leave(self, reason: str) -> None:
         """See `Backend.explain_leave`."""
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.explain_leave(reason)
 
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`."""
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.announce_exit()
 
     def leave(self) -> bool:
         """See `Backend.leave`."""
-        have_left = [backend.leave() for backend in self.registered.values()]
+        have_left = [backend.leave() for backend in self.backends.values()]
         return all(have_left)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.close()
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.abort(reason)
 
     def end_calls(self, reason: str) -> None:
         """See `Backend.end_calls`."""
-        for backend in self.registered.values():
+        for backend in self.backends.values():
             backend.end_calls(reason)
 
 
