@@ -17,7 +17,7 @@ import torch
 import torchdist_ref as dist
 from tests import private_mounts
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, reports
-from torchdist_ref.membership.liveness import has_no_proc, host_identity
+from torchdist_ref.processes.identity import has_no_proc, host_identity
 from torchdist_ref.processes.standard_streams import open_closed_streams
 from torchdist_ref.testing import fill, run
 

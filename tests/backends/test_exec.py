@@ -12,9 +12,9 @@ import torch
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, Raised, errors_of_survivors
 from tests.outcomes import NEVER
-from torchdist_ref.membership.liveness import process_identity
-from torchdist_ref.membership.member_failures import MemberFailures
+from torchdist_ref.membership.group_events import GroupEvents
 from torchdist_ref.membership.presence import Presence
+from torchdist_ref.processes.identity import process_identity
 from torchdist_ref.stores import FileStore, PrefixStore
 
 # A loose bound: a test on a busy machine must not be a timer. Without the witness the time-out ends the calls.
@@ -107,8 +107,8 @@ def test_a_rank_that_runs_another_program_while_the_world_forms_is_named(tmp_pat
 def test_a_member_that_runs_another_program_is_found_after_a_failure_of_the_backend(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"))
     pid = forked(lambda: store.set("identity", process_identity()))
-    failures = MemberFailures(PrefixStore("group", store), 0, [0, 4])
+    failures = GroupEvents(PrefixStore("group", store), 0, [0, 4])
     failures.watch({1: store.get("identity").decode()})
     found = failures.find("all_reduce")
     end(pid)
-    assert f"all_reduce: rank 4 died (pid {pid} on " in str(found) and REPLACED in str(found)
+    assert f"all_reduce: rank 1 (global 4) died (pid {pid} on " in str(found) and REPLACED in str(found)

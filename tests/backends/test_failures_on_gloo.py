@@ -19,7 +19,7 @@ from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.groups.world import current
-from torchdist_ref.membership.liveness import MemberWatch
+from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.stores import HashStore, PrefixStore
 from torchdist_ref.testing import fill, run

@@ -16,8 +16,8 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 - it registers 
 from tests.stores.store_helpers import server, torch_tcp
 from torchdist_ref.errors import RankDiedError
 from torchdist_ref.membership import meeting
-from torchdist_ref.membership.liveness import MemberWatch
 from torchdist_ref.membership.trust import KeyAgreement
+from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.testing import RankError, fill, run
 
 WORLD, TIMEOUT = 2, timedelta(seconds=20)

@@ -20,8 +20,8 @@ from tests.descriptors import use_all_descriptors
 from tests.outcomes import NEVER, failing
 from tests.process_ends import answer_of_child
 from torchdist_ref.groups.world import current
-from torchdist_ref.membership import liveness
 from torchdist_ref.membership import trust as authentication
+from torchdist_ref.membership import watch as membership_watch
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link
@@ -151,7 +151,9 @@ def test_a_rank_that_fails_when_others_have_joined_tells_them(name: str, where: 
 
 
 def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str]:
-    store, request = (PrefixStore, "compare_set") if name == "new_group" else (liveness.WatchedStore, "wait_get")
+    store, request = (
+        (PrefixStore, "compare_set") if name == "new_group" else (membership_watch.WatchedStore, "wait_get")
+    )
     original = getattr(store, request)
 
     def interrupted_once(*_: Any, **__: Any) -> None:
@@ -210,10 +212,10 @@ def test_the_server_reports_a_rank_whose_connection_ends() -> None:
     pid = os.fork()
     if pid == 0:
         other = PrefixStore("group/0", TCPStore("127.0.0.1", server.port))
-        ended = liveness.MemberWatch(other, 1, [0, 1], "init_process_group").on_disconnect()
+        ended = membership_watch.MemberWatch(other, 1, [0, 1], "init_process_group").on_disconnect()
         other.wait_get(["ready"], timedelta(seconds=10), {"ready": ""}, ended)
         os.kill(os.getpid(), signal.SIGKILL)
-    watch = liveness.MemberWatch(meeting, 0, [0, 1], "init_process_group")
+    watch = membership_watch.MemberWatch(meeting, 0, [0, 1], "init_process_group")
     meeting.wait(["ready"], timedelta(seconds=10))
     with pytest.raises(dist.RankDiedError, match=f"rank 1 failed: its process .pid {pid} on .* has ended"):
         watch.store.get("an address")

@@ -18,9 +18,10 @@ import torchdist_ref as dist
 from tests.ports import reserve_port
 from tests.stores.store_helpers import server, torch_tcp
 from torchdist_ref import timeouts
-from torchdist_ref.membership.liveness import host_identity
+from torchdist_ref.membership.events import DIED, Published, encode
 from torchdist_ref.membership.meeting import Meeting
 from torchdist_ref.membership.rounds import OPEN, Round
+from torchdist_ref.processes.identity import host_identity
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run
@@ -316,7 +317,9 @@ def test_restarted_ranks_meet_whatever_the_attempt_before_has_left(started: int)
     server.close()
 
 
-@pytest.mark.parametrize(("key", "value"), [("met", "nonce another"), ("failure", "0|RankDiedError|killed")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("met", "nonce another"), ("failure", encode(Published(0, DIED, text="killed")))]
+)
 def test_a_rank_waits_for_the_next_round_if_an_old_one_is_not_its_own(key: str, value: str) -> None:
     """Under an agent rank 1 doubts the failure of a round that was there before it, and rank 0 replaces the round."""
     store, prefixes, entered = HashStore(), {}, threading.Event()
@@ -340,7 +343,9 @@ def test_the_end_of_a_living_rank_0_is_believed_at_once() -> None:
     """With an agent a rank doubts the failures of older rounds for ever. The round of a living process is none."""
     store = HashStore()
     opened = Round("new", OPEN, 2, os.getpid(), host_identity()).encode()
-    store.multi_set(["world/round", "world/new/failure"], [opened, "0|RankDiedError|its process has ended"])
+    store.multi_set(
+        ["world/round", "world/new/failure"], [opened, encode(Published(0, DIED, text="its process has ended"))]
+    )
     with pytest.raises(dist.RankDiedError) as raised, Meeting(store, 1, 2, has_agent=True).watched(SOON):
         pass
     assert str(raised.value) == "init_process_group on rank 1: rank 0 failed: its process has ended"

@@ -24,9 +24,9 @@ from tests.process_ends import answer_of_child
 from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError, StoreTimeoutError
 from torchdist_ref.membership import trust as authentication
-from torchdist_ref.membership.liveness import process_identity
-from torchdist_ref.membership.member_failures import MemberFailures
+from torchdist_ref.membership.group_events import GroupEvents
 from torchdist_ref.membership.trust import SECRET, SECRET_FILE, KeyAgreement, KeyServer, receive_key
+from torchdist_ref.processes.identity import process_identity
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated, message_code
@@ -655,7 +655,7 @@ def test_gloos_rank_0_believes_no_other_program_that_a_rank_needs_the_store_no_m
     whole.set("sealed/gone on/1", "forged")
     rank_0: Any = SimpleNamespace(
         _membership=SimpleNamespace(store=sealed, rank=0, size=2, timeout=5.0, watch=None),
-        _failures=MemberFailures(sealed, 0, [0, 1]),
+        _events=GroupEvents(sealed, 0, [0, 1]),
     )
     with pytest.raises(AuthenticationError, match="'gone on/1' was not written by a member of this job"):
         Gloo._after_connect(rank_0)

@@ -44,7 +44,7 @@ from torchdist_ref.errors import (
     message_of,
     on_rank,
 )
-from torchdist_ref.membership.liveness import MemberWatch
+from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.timeouts import Deadline, found_soon

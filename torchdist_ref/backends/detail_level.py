@@ -27,7 +27,7 @@ from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
-from torchdist_ref.membership.liveness import unwatched
+from torchdist_ref.membership.watch import unwatched
 from torchdist_ref.recorder import FRAMES, Entry, alike
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.work import Work

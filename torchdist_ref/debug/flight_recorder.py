@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, message_of
-from torchdist_ref.membership.liveness import is_stopped
+from torchdist_ref.membership.sources import is_stopped
 from torchdist_ref.processes.control import catches_signal
 from torchdist_ref.processes.failure_record import (
     DIRECTORY_VARIABLE,

@@ -50,9 +50,10 @@ from torchdist_ref.groups.world import (
     refuse_unusable,
     resolve,
 )
-from torchdist_ref.membership.liveness import MemberWatch, backend_mismatch, both_sides
 from torchdist_ref.membership.meeting import meet, meet_on
 from torchdist_ref.membership.trust import KeyAgreement
+from torchdist_ref.membership.watch import MemberWatch
+from torchdist_ref.membership.words import backend_mismatch, both_sides
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 

@@ -54,7 +54,8 @@ from torchdist_ref.groups.world import (
     refuse_unusable,
     resolve_member,
 )
-from torchdist_ref.membership.liveness import MemberWatch, both_sides
+from torchdist_ref.membership.watch import MemberWatch
+from torchdist_ref.membership.words import both_sides
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 

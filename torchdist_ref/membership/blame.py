@@ -92,7 +92,7 @@ def _counts(event: Published, needed: Collection[int], wait: Wait) -> bool:
     if wait is Wait.MEETING:
         return True
     # A rank that ends its calls to make another group is awaited in the meeting for that one.
-    return event.rank in needed and wait is not Wait.PART and not (event.continues and wait is Wait.ELSEWHERE)
+    return event.rank in needed and not (event.continues and wait in (Wait.ELSEWHERE, Wait.PART))
 
 
 def _of_published(event: Published) -> Failure:

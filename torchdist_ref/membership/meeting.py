@@ -42,13 +42,6 @@ from torchdist_ref.errors import (
     text_of,
 )
 from torchdist_ref.membership.events import ENDED, Ending, Failure
-from torchdist_ref.membership.liveness import (
-    MemberWatch,
-    PeerProcesses,
-    host_identity,
-    read_failure,
-    size_mismatch,
-)
 from torchdist_ref.membership.presence import Presence
 from torchdist_ref.membership.rounds import (
     CLOSED,
@@ -58,7 +51,10 @@ from torchdist_ref.membership.rounds import (
     Attendance,
     Round,
 )
-from torchdist_ref.membership.words import error_of
+from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.membership.watch import MemberWatch, read_failure
+from torchdist_ref.membership.words import error_of, size_mismatch
+from torchdist_ref.processes.identity import host_identity
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import HashStore, PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore

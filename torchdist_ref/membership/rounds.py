@@ -45,7 +45,7 @@ class Round(NamedTuple):
         state: `OPEN`, or `CLOSED` once all ranks have met.
         size: World size of rank 0.
         pid: Process of rank 0.
-        host: Host of that process, as `membership.liveness.host_identity` returns it.
+        host: Host of that process, as `processes.identity.host_identity` returns it.
 
     >>> Round.parse(Round("4f2a", OPEN, 2, 711, "node|7").encode())
     Round(nonce='4f2a', state='open', size=2, pid=711, host='node|7')
@@ -83,7 +83,7 @@ class Attendee(NamedTuple):
     Announcements are not authenticated. A wrong one makes ranks fail or wait, and nothing else.
 
     Attributes:
-        host: Host of the process, as `membership.liveness.host_identity` returns it.
+        host: Host of the process, as `processes.identity.host_identity` returns it.
         pid: Process id.
         witness: Witness of the process (see `processes.witness`); 0 for none.
         size: World size of the rank.

@@ -8,7 +8,7 @@ sentence by its key. Do not add choices of a culprit here: they belong to `blame
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -217,3 +217,25 @@ def stalled(
         meanwhile=dead,
     )
     return RankStalledError(f"{context}: {text}").reporting(failure)
+
+
+def size_mismatch(sizes: Mapping[int, int]) -> MismatchError:
+    """Return the error for ranks whose world sizes differ."""
+    text = ", ".join(f"rank {rank} has {size}" for rank, size in sorted(sizes.items()))
+    return MismatchError(f"init_process_group: world sizes differ: {text}. Give all ranks the same WORLD_SIZE.")
+
+
+def backend_mismatch(operation: str, one: tuple[int, str], other: tuple[int, str]) -> MismatchError:
+    """Return the error for two ranks whose backends differ; a backend without a name is the default."""
+    (rank, name), (second, its_name) = sorted((one, other))
+    sides = f"rank {rank} uses backend {name!r}, rank {second} uses {its_name!r}"
+    return MismatchError(f"{operation}: {sides}. All ranks must use the same backend.")
+
+
+def both_sides(one: tuple[int, str], other: tuple[int, str]) -> str:
+    """Return what two ranks pass to an operation, as a text that does not depend on which of them came first.
+
+    >>> both_sides((1, "members [0,1]"), (0, "members [1,0]"))
+    'rank 0 passes members [1,0], rank 1 passes members [0,1]'
+    """
+    return ", ".join(f"rank {rank} passes {what}" for rank, what in sorted((one, other)))

@@ -33,7 +33,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError, advice_on_limit
-from torchdist_ref.membership.liveness import MemberWatch
+from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.processes.forks import close_copies_in_child
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range

@@ -19,7 +19,8 @@ from functools import cache
 from typing import NamedTuple
 
 from torchdist_ref.errors import RankStalledError, StoreTimeoutError, UnsupportedError, rank_names
-from torchdist_ref.membership.liveness import MemberWatch, has_no_proc, host_identity
+from torchdist_ref.membership.watch import MemberWatch
+from torchdist_ref.processes.identity import has_no_proc, host_identity
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import tcp
@@ -48,7 +49,7 @@ class RankEndpoint(NamedTuple):
     """Location of a rank.
 
     Attributes:
-        host: Identity of the host (see `membership.liveness.host_identity`).
+        host: Identity of the host (see `processes.identity.host_identity`).
         process: Process id.
         segment: Handle of the segment that the rank has created; empty if none.
     """

@@ -25,7 +25,8 @@ from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, advice_on_limit
 from torchdist_ref.membership.events import DISCONNECTED, Ending
-from torchdist_ref.membership.liveness import Liveness, MemberWatch, NoPeerProcesses
+from torchdist_ref.membership.sources import Liveness, NoPeerProcesses
+from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.addresses import is_link_local, is_loopback, local_ends, look_up, loopback_address

@@ -42,12 +42,15 @@ from torchdist_ref.calls import (
 )
 from torchdist_ref.errors import (
     DistBackendError,
+    DistError,
     GroupAbortedError,
     RankDiedError,
     RankStalledError,
     UnsupportedError,
+    in_context,
 )
-from torchdist_ref.membership.member_failures import MemberFailures
+from torchdist_ref.membership.events import PROGRAM_ENDED, Published
+from torchdist_ref.membership.group_events import GroupEvents
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.torch_internals.torch_modes import outside_modes
@@ -206,7 +209,7 @@ class TorchBackend(Backend):
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self.recorder = membership.recorder
-        self._failures = MemberFailures(membership.store, membership.rank, membership.members)
+        self._events = GroupEvents(membership.store, membership.rank, membership.members)
         self._sequence = 0
         if membership.existing is not None:
             self._backend: Any = torch_private.BACKEND_OF_GROUP.of(membership.existing)(torch.device(self.device))
@@ -220,8 +223,9 @@ class TorchBackend(Backend):
                 raise
             operation = "init_process_group" if membership.watch is None else membership.watch.operation
             text = f"{operation}: {self.title} could not connect {self._location()}: {error}"
-            kind = type(error) if isinstance(error, GroupAbortedError | RankDiedError) else DistBackendError
-            raise kind(text).naming(getattr(error, "ranks", ())) from error
+            if isinstance(error, GroupAbortedError | RankDiedError):
+                raise in_context(text, error) from error
+            raise DistBackendError(text).naming(getattr(error, "ranks", ())) from error
         self._after_connect()
         if membership.watch is not None:
             # A backend that connects later still reads this store.
@@ -254,7 +258,7 @@ class TorchBackend(Backend):
                 self.recorder.fail(entry, error)
                 if isinstance(error, DistBackendError) and error.definite:
                     raise
-                raise _failed(call, self._location(), self.title, error, self._failures) from error
+                raise _failed(call, self._location(), self.title, error, self._events) from error
         finished = self._finisher(call, entry)
         callbacks = None if wait else self._runner_of_callbacks()
         work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished, callbacks)
@@ -289,13 +293,13 @@ class TorchBackend(Backend):
         """Return the function that records the end of a call and translates its error."""
         # The function must not hold the backend: the last reference may be dropped on a thread of Gloo's, which
         # would then join itself.
-        recorder, location, title, failures = self.recorder, self._location(), self.title, self._failures
+        recorder, location, title, events = self.recorder, self._location(), self.title, self._events
 
         def finished(error: BaseException | None) -> BaseException | None:
             if error is None:
                 entry[END] = perf_counter()
                 return None
-            failure = _failed(call, location, title, error, failures)
+            failure = _failed(call, location, title, error, events)
             failure.__cause__ = error
             recorder.fail(entry, failure)
             return failure
@@ -377,30 +381,29 @@ class TorchBackend(Backend):
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.failure`."""
-        return self._failures.known(ranks, f"{description} {self._location()}")
+        return self._events.known(ranks, f"{description} {self._location()}")
 
     def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.departure`."""
-        return self._failures.departures.known(ranks, f"{description} {self._location()}")
+        return self._events.left(ranks, f"{description} {self._location()}")
 
     @property
     def broken(self) -> BaseException | None:
         """See `Backend.broken`. Known once a call has failed because of another rank."""
-        return self._failures.met
+        return self._events.met
 
     def explain_leave(self, reason: str) -> None:
         """See `Backend.explain_leave`."""
-        self._failures.departures.explain(f"destroyed the group. It left after: {reason}")
+        self._events.explain_leave(reason)
 
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`. The process may live on for longer than the others look for its end."""
         if self._backend is not None:
-            self._publish_failure("its program ended without destroying the group")
+            self._events.publish(Published(self._global_rank, PROGRAM_ENDED))
 
-    def _publish_failure(self, reason: str) -> None:
-        """Publish why this rank ends the group: as the group's failure if it is the first, and as this rank's leave."""
-        self._failures.publish(reason)
-        self._failures.departures.explain(f"failed: {reason}")
+    @property
+    def _global_rank(self) -> int:
+        return self._membership.members[self._membership.rank]
 
     def close(self) -> None:
         """See `Backend.close`. The backend's threads end now, not at a garbage collection.
@@ -408,20 +411,20 @@ class TorchBackend(Backend):
         The others learn first who leaves: they ask when their connections end.
         """
         if self._backend is not None:
-            self._failures.departures.publish()
+            self._events.publish_leave()
             self._backend.shutdown()
         self._backend = None
 
     def end_calls(self, reason: str) -> None:
         """See `Backend.end_calls`."""
         if self._backend is not None:
-            self._failures.publish(reason, continues=True)
+            self._events.publish(Published(self._global_rank, text=reason, continues=True))
             self._backend.abort()
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`. The reason is published first, as in `close`; this rank has not left before that."""
         if self._backend is not None:
-            self._publish_failure(reason)
+            self._events.publish(Published(self._global_rank, text=reason))
             self._backend.abort()
 
 
@@ -443,13 +446,13 @@ def _source(torch_work: Any) -> int:
         return -1
 
 
-def _failed(call: Call, location: str, title: str, error: BaseException, failures: MemberFailures) -> DistBackendError:
+def _failed(call: Call, location: str, title: str, error: BaseException, events: GroupEvents) -> DistError:
     """Return our error for one of torch's; if a connection ended, that for the rank that failed, if it is known."""
     failed = f"{call} {location} failed in {title}"
-    named = failures.find(failed) if _CONNECTION.search(str(error)) else None
+    named = events.find(failed) if _CONNECTION.search(str(error)) else None
     if named is None:
         return _kind(str(error))(f"{failed}: {error}")
-    return type(named)(f"{named}. {title}: {error}").naming(named.ranks)
+    return in_context(f"{named}. {title}: {error}", named)
 
 
 def _kind(text: str) -> type[DistBackendError]:

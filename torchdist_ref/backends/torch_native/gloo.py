@@ -29,7 +29,7 @@ from torchdist_ref.backends.torch_native.stores import AddressStore
 from torchdist_ref.backends.worker_threads import CallbackRunner, CallbackThreads
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
-from torchdist_ref.membership.liveness import process_identity
+from torchdist_ref.processes.identity import process_identity
 from torchdist_ref.stores import PrefixStore, Store
 
 Tensors = Sequence[Tensor]
@@ -130,7 +130,7 @@ class Gloo(TorchBackend):
             (known,) = store.wait_get(["all connected"], timeout, {f"connected/{m.rank}": process_identity()})
             processes = json.loads(known)
             store.set(f"gone on/{m.rank}", b"")
-        self._failures.watch({r: processes[r] for r in others})
+        self._events.watch({r: processes[r] for r in others})
 
     def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
         if isinstance(call, Send) and call.dst == self._membership.rank:

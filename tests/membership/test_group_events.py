@@ -1,4 +1,4 @@
-"""Members that fail a group or leave it: what a rank publishes of itself, and what the others find."""
+"""Events of a group in its store: what a rank publishes of itself, and what the others find."""
 
 from __future__ import annotations
 
@@ -6,51 +6,53 @@ import os
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.membership.liveness import host_identity
-from torchdist_ref.membership.member_failures import Departures, MemberFailures
+from torchdist_ref.membership.events import Published
+from torchdist_ref.membership.group_events import GroupEvents
+from torchdist_ref.processes.identity import host_identity
 from torchdist_ref.stores import HashStore, PrefixStore
 from torchdist_ref.stores.sealed import SealedStore
 
 
 def test_a_reason_that_is_no_text_can_be_read() -> None:
     store = PrefixStore("group", HashStore())
-    MemberFailures(store, 1, [0, 4]).publish("no \udce9.pt")
-    assert r"rank 4 failed: no \x" in str(MemberFailures(store, 0, [0, 4]).find("barrier"))
+    GroupEvents(store, 1, [0, 4]).publish(Published(4, text="no \udce9.pt"))
+    assert r"rank 4 failed: no \udce9.pt" in str(GroupEvents(store, 0, [0, 4]).find("barrier"))
 
 
 def test_a_member_that_has_done_its_part_may_fail() -> None:
     store = PrefixStore("group", HashStore())
-    MemberFailures(store, 1, [0, 4, 6]).publish("its program ended")
-    failures = MemberFailures(store, 0, [0, 4, 6])
+    GroupEvents(store, 1, [0, 4, 6]).publish(Published(4, text="its program ended"))
+    failures = GroupEvents(store, 0, [0, 4, 6])
     assert failures.known([2], "all_reduce") is None
     found = failures.known([1, 2], "all_reduce")
     assert str(found) == "all_reduce: rank 4 failed: its program ended" and found is not None and found.ranks == (4,)
 
 
-def departures(store: PrefixStore, count: int = 4) -> list[Departures]:
-    return [Departures(store, rank, [0, 4, 6, 7][:count]) for rank in range(count)]
+def members_of(store: PrefixStore, count: int = 4) -> list[GroupEvents]:
+    return [GroupEvents(store, rank, [0, 4, 6, 7][:count]) for rank in range(count)]
 
 
 def test_ranks_that_leave_one_after_the_other_are_known() -> None:
-    observer, *others = departures(PrefixStore("group", HashStore()))
-    assert observer.known([1, 2, 3], "barrier") is None
+    observer, *others = members_of(PrefixStore("group", HashStore()))
+    assert observer.left([1, 2, 3], "barrier") is None
     for left, rank in enumerate((3, 1, 2), 1):
-        others[rank - 1].publish()
-        found = observer.known([1, 2, 3], "barrier")
+        others[rank - 1].publish_leave()
+        found = observer.left([1, 2, 3], "barrier")
         assert found is not None and len(found.ranks) == left and [0, 4, 6, 7][rank] in found.ranks
     assert str(found) == "barrier: ranks 1 (global 4), 2 (global 6), 3 (global 7) destroyed the group"
-    assert observer.known([0], "barrier") is None
+    assert observer.left([0], "barrier") is None
 
 
 def test_a_rank_that_left_with_a_reason_is_named_before_those_without() -> None:
-    observer, first, second, third = departures(PrefixStore("group", HashStore()))
-    second.explain("failed: no \udce9.pt")
-    second.explain("destroyed the group. It left after: something else")
+    observer, first, second, third = members_of(PrefixStore("group", HashStore()))
+    second.publish(Published(6, text="no \udce9.pt"))
+    second.explain_leave("something else")
+    third.explain_leave("RankDiedError: x")
     for each in (first, second, third):
-        each.publish()
-    found = observer.known([1, 2, 3], "barrier")
+        each.publish_leave()
+    found = observer.left([1, 2, 3], "barrier")
     assert found is not None and found.ranks == (6,)
-    assert str(found) == r"barrier: rank 2 (global 6) failed: no \udce9.pt"
+    assert str(found) == r"barrier: rank 6 failed: no \udce9.pt"
 
 
 def test_a_leave_that_no_member_wrote_ends_no_wait() -> None:
@@ -58,7 +60,7 @@ def test_a_leave_that_no_member_wrote_ends_no_wait() -> None:
     store = PrefixStore("group", SealedStore(whole, bytes(range(32))))
     for key in ("left/1", "last that left"):
         whole.set(f"sealed/group/{key}", "1")
-    assert departures(store)[0].known([1], "barrier") is None
+    assert members_of(store)[0].left([1], "barrier") is None
 
 
 class Gone(HashStore):
@@ -75,10 +77,10 @@ class Gone(HashStore):
 
 def test_a_rank_that_left_before_the_store_ended_is_not_blamed_for_that() -> None:
     """Another rank served the store: the wait that fails finds that one."""
-    observer, other = departures(PrefixStore("group", Gone()), 2)
-    other.publish()
-    assert observer.known([1], "new_group") is not None
-    assert observer.known([1], "new_group") is None
+    observer, other = members_of(PrefixStore("group", Gone()), 2)
+    other.publish_leave()
+    assert observer.left([1], "new_group") is not None
+    assert observer.left([1], "new_group") is None
 
 
 def test_a_rank_that_left_before_its_process_ended_has_not_died() -> None:
@@ -86,10 +88,10 @@ def test_a_rank_that_left_before_its_process_ended_has_not_died() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    failures = MemberFailures(store, 0, [0, 4])
+    failures = GroupEvents(store, 0, [0, 4])
     failures.watch({1: f"{host_identity()}|{child}:0"})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    MemberFailures(store, 1, [0, 4]).departures.publish()
+    GroupEvents(store, 1, [0, 4]).publish_leave()
     for found in (failures.known([1], "barrier"), failures.find("barrier")):
         assert str(found) == "barrier: rank 1 (global 4) destroyed the group"
     assert store.get_if_present("failure in the group") is None
@@ -98,17 +100,17 @@ def test_a_rank_that_left_before_its_process_ended_has_not_died() -> None:
 
 def test_a_failure_counts_before_a_leave() -> None:
     store = PrefixStore("group", HashStore())
-    members = [MemberFailures(store, rank, [0, 4, 6]) for rank in range(3)]
-    members[1].departures.publish()
+    members = [GroupEvents(store, rank, [0, 4, 6]) for rank in range(3)]
+    members[1].publish_leave()
     assert "rank 1 (global 4) destroyed the group" in str(members[0].find("barrier"))
-    members[2].publish("no data")
+    members[2].publish(Published(6, text="no data"))
     assert str(members[0].find("barrier")) == "barrier: rank 6 failed: no data"
     assert str(members[0].met) == "barrier: rank 1 (global 4) destroyed the group"
 
 
 def test_a_rank_that_ends_its_calls_to_continue_fails_no_meeting() -> None:
     store = PrefixStore("group", HashStore())
-    MemberFailures(store, 1, [0, 4]).publish("shrink_group", continues=True)
-    other = MemberFailures(store, 0, [0, 4])
+    GroupEvents(store, 1, [0, 4]).publish(Published(4, text="shrink_group", continues=True))
+    other = GroupEvents(store, 0, [0, 4])
     assert other.known([1], "shrink_group") is None
     assert str(other.find("all_reduce")) == "all_reduce: rank 4 failed: it continues in another group: shrink_group"

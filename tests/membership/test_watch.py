@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from contextlib import closing
 from typing import Any
 
 import pytest
 
 from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
-from torchdist_ref.membership import liveness
-from torchdist_ref.membership.liveness import (
-    MemberWatch,
-    PeerProcesses,
-    host_identity,
-    read_failure,
-)
+from torchdist_ref.membership.events import DIED, LOST, Ending, Published, decode, encode
 from torchdist_ref.membership.meeting import Meeting
 from torchdist_ref.membership.presence import Presence
 from torchdist_ref.membership.rounds import Attendee
+from torchdist_ref.membership.watch import MemberWatch, read_failure
+from torchdist_ref.processes.identity import host_identity
 from torchdist_ref.stores import HashStore, PrefixStore
 
 
@@ -79,7 +73,7 @@ def test_a_rank_that_died_before_there_was_a_group_is_named_for_the_flight_recor
 
 def test_no_rank_waits_for_a_published_failure_that_has_gone() -> None:
     store = KeysThatGo()
-    store.set("failure", "1|RankDiedError|killed")
+    store.set("failure", encode(Published(1, DIED, text="killed")))
     assert "killed" in str(read_failure(store, "new_group"))
     assert store.check(["failure"]) and read_failure(store, "new_group") is None
 
@@ -88,7 +82,8 @@ def test_a_complete_group_does_not_need_the_store_any_more() -> None:
     store = StoreThatLeaves()
     with Meeting(store, 0, 1).watched(5.0):
         [(key, text)] = store.requests
-        assert key == "failure" and "has ended, or lost its connection" in text
+        assert key == "failure"
+        assert decode(text) == Published(0, DIED, ending=Ending(LOST, os.getpid(), os.uname().nodename))
     assert store.requests[1:] == [("failure", "")]
 
 
@@ -109,32 +104,7 @@ def test_an_error_without_a_text_is_published(error: BaseException) -> None:
     store = PrefixStore("group", HashStore())
     with pytest.raises(type(error)), MemberWatch(store, 1, [0, 4], "new_group").published():
         raise error
-    assert str(read_failure(store, "new_group", [0, 4])) == f"new_group: rank 4 failed: {message_of(error)}"
-
-
-@pytest.mark.parametrize("place", ["this thread", "another thread"])
-def test_processes_that_are_closed_during_a_look_are_released_after_it(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once a signal handler that destroyed the group waited for the look that it had interrupted, for ever."""
-    processes, watched = PeerProcesses({0: os.getpid(), 1: os.getppid()}), []
-
-    def close(*_: object) -> bool:
-        closing = threading.Thread(target=processes.close)
-        if place == "this thread":
-            processes.close()
-        else:
-            closing.start()
-            closing.join()
-        watched.append(len(processes._fds))
-        return False
-
-    monkeypatch.setattr(liveness, "is_gone", close)
-    looking = threading.Thread(target=processes.dead, daemon=True)
-    looking.start()
-    looking.join(10.0)
-    assert not looking.is_alive() and watched == [2, 2] and processes._fds == []
-    assert processes.dead() == []
+    assert str(read_failure(store, "new_group")) == f"new_group: rank 4 failed: {message_of(error)}"
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])
@@ -144,29 +114,6 @@ def test_an_announcement_of_no_process_is_none(pid: int) -> None:
     with closing(Presence(store, 0, 2)) as presence:
         with pytest.raises(RendezvousError, match=f"{pid}.*announces no rank. Another program writes to the store"):
             presence.failure([1], "init_process_group")
-
-
-def test_a_thread_is_no_process() -> None:
-    done = threading.Event()
-    thread = threading.Thread(target=done.wait)
-    thread.start()
-    assert thread.native_id is not None
-    with closing(PeerProcesses({1: thread.native_id})) as peers:
-        assert peers.dead() == [1]
-    done.set()
-    thread.join()
-
-
-def test_ranks_in_one_process_end_with_it_for_all_who_watch_it() -> None:
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    with closing(PeerProcesses({1: child})), closing(PeerProcesses({1: child, 2: child})) as peers:
-        assert peers.dead() == []
-        os.kill(child, signal.SIGKILL)
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert peers.dead() == [1, 2]
-    os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("kind", [RendezvousError, MismatchError])
