@@ -197,6 +197,9 @@ class Recv(Call):
     tag: int = 0
 
 
+IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
+"""Operations on one tensor, which is input and output."""
+
 Shape = tuple[int, ...]
 
 

@@ -1,22 +1,28 @@
-"""Recorder of the last calls of one group on one rank: queued, running, completed and failed ones.
+"""Recorders of the last calls of this process: queued, running, completed and failed ones of each group and rank.
 
 Every call of every backend is recorded, so the recorder must cost nearly nothing. A backend appends one list to a ring
 buffer when the call is made, and writes two times into it, without a function of Python in between. Everything that
 can wait is done when somebody reads: sizes in bytes, texts, durations.
 
-`debug.flight_recorder` writes what is recorded to a file. Do not add work per call here.
+Calls that meet other ranks in the store (init_process_group, new_group and the like) have no backend that could
+record them, and may be the ones in which a job hangs. `StoreCalls` records them. `debug.flight_recorder` writes what is
+recorded to a file. Do not add work per call here.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
+import sys
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torchdist_ref.calls import AllGather, Call, Number, Scatter, signature
 from torchdist_ref.errors import message_of
@@ -142,7 +148,8 @@ class Recorder:
 
     Attributes:
         record: Function that appends an `Entry`.
-        on_failure: Function that is called with the exception of each failed call, or None.
+        on_failure: Function that is called with the exception of each failed call, in place of the one that
+            `report_failures_to` has set; None by default.
 
     >>> from torchdist_ref.calls import Barrier
     >>> recorder = Recorder(capacity=2)
@@ -169,8 +176,11 @@ class Recorder:
     def fail(self, entry: Entry, error: BaseException) -> None:
         """Record that a call has ended with an exception, and report that."""
         entry[END], entry[ERROR] = perf_counter(), (message_of(error), getattr(error, "ranks", ()))
+        group = _groups.get(self)
         if self.on_failure is not None:
             self.on_failure(error)
+        elif group is not None and _report_failure is not None:
+            _report_failure(error, group.global_rank)
 
     def drop(self, entry: Entry) -> None:
         """Forget a call, which the backend records again; takes as long as the buffer is."""
@@ -198,3 +208,172 @@ def _record_of(entry: Entry) -> CallRecord:
     error, ranks = failure or ("", ())
     stack = frames[0] if frames else ()
     return CallRecord(sequence, call, operands, start, end, error, path, stack, ranks)
+
+
+# ---- the recorders of this process
+
+STORE = "store"
+"""What a `RecordedGroup` has in place of a backend if its calls meet in the store."""
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """Facts of a group whose calls are recorded.
+
+    Attributes:
+        name: The group's name.
+        backend: Name of its backend.
+        members: Global ranks, in group order.
+        rank: This rank in the group.
+        timeout: Time-out of its calls in seconds.
+        key: Text that tells the group from others of its name, the same on all ranks.
+        thread: The thread that created it, on which the rank's program runs.
+    """
+
+    name: str
+    backend: str
+    members: tuple[int, ...]
+    rank: int
+    timeout: float
+    key: str = ""
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world."""
+        return self.members[self.rank]
+
+
+_groups: WeakKeyDictionary[Recorder, RecordedGroup] = WeakKeyDictionary()
+_groups_made: Counter[int] = Counter()
+# A group may be included while another thread, or a signal's handler on this one, writes a dump.
+_lock = threading.RLock()
+_report_failure: Callable[[BaseException, int], None] | None = None
+
+
+def include(recorder: Recorder, group: RecordedGroup) -> Recorder:
+    """Include calls in this process's dumps, as long as their recorder exists; return the recorder."""
+    with _lock:
+        _groups[recorder] = group
+        _groups_made[group.global_rank] += group.backend != STORE
+    return recorder
+
+
+def recorded_groups() -> list[tuple[Recorder, RecordedGroup]]:
+    """Return the recorders that exist, with their groups; a signal's handler may call this."""
+    with _lock:
+        return list(_groups.items())
+
+
+def groups_made(rank: int) -> int:
+    """Return how many groups with a backend a global rank of this process has made so far."""
+    return _groups_made[rank]
+
+
+def report_failures_to(function: Callable[[BaseException, int], None]) -> None:
+    """Have a function called with the exception of each failed call of a group, and with the global rank."""
+    global _report_failure
+    _report_failure = function
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+MAX_FRAMES = 32
+
+
+def frames_of(frame: FrameType | None, most: int = MAX_FRAMES) -> tuple[Frame, ...]:
+    """Return the frames of a stack, innermost first."""
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < most:
+        frames.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+# ---- calls that meet in the store
+
+_STORE_CALLS = 64
+"""Calls that are kept of each kind and group: each has a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCall(Call):
+    """Call that meets other ranks in the store.
+
+    Attributes:
+        op: Name of the operation.
+        arguments: The arguments that all ranks must agree on, as text.
+        awaited: Global ranks that this rank waits for.
+
+    >>> str(StoreCall("new_group", "ranks=[0, 2]", (0, 2)))
+    'new_group(ranks=[0, 2])'
+    """
+
+    op: str  # type: ignore[misc]
+    arguments: str
+    awaited: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.arguments})"
+
+
+class StoreCalls:
+    """Calls of one rank that meet in the store, in a recorder for each operation and group.
+
+    Each recorder has its own numbers, so that ranks agree on the number whatever else they call. The flight recorder
+    shows it as a group, whose name is that of the operation and the group. The calls take milliseconds, so the caller's
+    stack is recorded with each.
+
+    >>> calls = StoreCalls()
+    >>> with calls.recorded(StoreCall("new_group", "ranks=[0]", (0,)), "new_group", (0,), 0, 1.0):
+    ...     [event.state for event in calls.recorder("new_group", (0,)).events()]
+    ['started']
+    >>> [event.state for event in calls.recorder("new_group", (0,)).events()]
+    ['completed']
+    """
+
+    def __init__(self) -> None:
+        self._recorders: dict[tuple[str, tuple[int, ...]], tuple[Recorder, list[int]]] = {}
+
+    def recorder(self, name: str, members: Sequence[int]) -> Recorder:
+        """Return the recorder of the calls of some name that some ranks make."""
+        return self._recorders[name, tuple(members)][0]
+
+    def initialization(self, rank: int, size: int, timeout: float) -> AbstractContextManager[None]:
+        """Return a context in which init_process_group is recorded, as `recorded` does."""
+        members = tuple(range(size))
+        call = StoreCall("init_process_group", f"world_size={size}", members)
+        return self.recorded(call, call.op, members, rank, timeout)
+
+    @contextmanager
+    def recorded(self, call: StoreCall, name: str, members: Sequence[int], rank: int, timeout: float) -> Iterator[None]:
+        """Record a call while the context is open, and its failure if an exception ends the context.
+
+        Args:
+            call: The call.
+            name: Name of the calls that are numbered together, for readers of the dump.
+            members: Global ranks that make them.
+            rank: Position of this rank among the members.
+            timeout: Time-out of the call in seconds.
+        """
+        key = name, tuple(members)
+        if key not in self._recorders:
+            group = RecordedGroup(name, STORE, key[1], rank, timeout)
+            self._recorders[key] = include(Recorder(_STORE_CALLS), group), [0]
+        recorder, count = self._recorders[key]
+        frames = frames_of(sys._getframe(1))  # noqa: SLF001, the documented way to the caller's frame
+        entry: Entry = [(count[0], 0), call, ((), ()), perf_counter(), 0.0, "", frames]
+        count[0] += 1
+        recorder.record(entry)
+        try:
+            yield
+        except BaseException as failure:
+            recorder.fail(entry, failure)
+            raise
+        entry[END] = perf_counter()

@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from math import inf
+from typing import Any
+
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, on_rank
 
 STORE_TIMEOUT = timedelta(minutes=5)
 """Default time that an operation of a store waits for a missing key."""
@@ -37,6 +40,23 @@ def from_torch(timeout: timedelta) -> timedelta:
     (True, -1.0)
     """
     return MAX_TIMEOUT if timeout < -MAX_TIMEOUT else min(timeout, MAX_TIMEOUT)
+
+
+def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT) -> timedelta:
+    """Return the time-out that an argument specifies, or the default for None; at most `MAX_TIMEOUT`.
+
+    Raises:
+        ArgumentTypeError: Not a timedelta.
+        BackendArgumentError: Not positive.
+    """
+    timeout = default if timeout is None else timeout
+    if not isinstance(timeout, timedelta):
+        raise ArgumentTypeError(
+            f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
+        )
+    if timeout <= timedelta(0):
+        raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout))
+    return min(timeout, MAX_TIMEOUT)
 
 
 CHECK_SECONDS = 0.02

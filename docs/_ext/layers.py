@@ -49,14 +49,14 @@ API = (*CORE, "groups")
 ALL = "everything"
 
 BELOW_BACKENDS = (*CORE, "stores", "membership", "rendezvous", "transports")
-SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions", "backends.unusable")
+SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions", "backends.operands", "backends.observers")
 
 PARTS = (
     Part("error_index", "0 core types", torch=NEVER),
     Part("errors", "0 core types", ("error_index",), torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
-    Part("timeouts", "0 core types", torch=NEVER),
+    Part("timeouts", "0 core types", ("errors",), torch=NEVER),
     Part("torch_internals", "0 core types", ("errors",)),
     Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_internals")),
     Part("schedules", "1 schedules", ("calls", "errors"), torch=NEVER, banned=("os",)),
@@ -68,12 +68,13 @@ PARTS = (
     Part("transports", "1 membership", (*CORE, "stores", "membership")),
     Part("backends.base", "2 backends", (*CORE, "stores", "membership")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
-    Part("backends.unusable", "2 backends", (*CORE, "backends.base", "stores")),
+    Part("backends.operands", "2 backends", CORE),
+    Part("backends.observers", "2 backends", (*CORE, "backends.base")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
     Part(
         "backends",
         "2 backends",
-        (*BELOW_BACKENDS, "backends.base", "backends.reductions", "backends.ref", "backends.ref_in_torch", "debug"),
+        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref", "backends.ref_in_torch", "debug"),
     ),
     Part("backends.ref", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "schedules")),
     Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
@@ -84,7 +85,7 @@ PARTS = (
         (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "plain_data", "backends.ref", "backends.torch_native", "debug"),
     ),
     Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base")),
-    Part("backends.detail_level", "2 backends", (*BELOW_BACKENDS, "backends.base", "debug")),
+    Part("backends.detail_level", "2 backends", (*BELOW_BACKENDS, "backends.base", "backends.operands", "debug")),
     Part(
         "groups",
         "3 public API",
@@ -98,7 +99,7 @@ PARTS = (
             "backends.detail_level",
             "backends.reductions",
             "backends.registry",
-            "backends.unusable",
+            "backends.operands",
             "backends.ref_in_torch",
             "debug",
         ),

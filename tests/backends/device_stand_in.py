@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends import base
+from torchdist_ref.backends import operands
 from torchdist_ref.backends.ref import contiguous, one_gpu
 from torchdist_ref.groups import arguments
 from torchdist_ref.transports import registered_memory
@@ -98,7 +98,7 @@ class OnDevice(Tensor):
             # no memory.
             callers = sys._getframe(1).f_code, sys._getframe(2).f_code
             compared = any(
-                code.co_filename in (base.__file__, arguments.__file__) or code.co_name == "submit_repeated"
+                code.co_filename in (operands.__file__, arguments.__file__) or code.co_name == "submit_repeated"
                 for code in callers
             )
             assert compared, "an address of the device is none of the host's"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends.base import BackendWrapper, Membership, flat_operands
+from torchdist_ref.backends.base import BackendWrapper, Membership
+from torchdist_ref.backends.operands import flat_operands
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Recv, Reduce
 from torchdist_ref.recorder import Recorder

@@ -9,7 +9,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.covering import covering
-from torchdist_ref.backends.base import RowBlocks
+from torchdist_ref.backends.operands import RowBlocks
 from torchdist_ref.testing import fill, run
 
 WORLD = 3

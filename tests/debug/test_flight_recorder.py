@@ -21,15 +21,13 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.backends.base import Membership
 from torchdist_ref.calls import AllReduce, Barrier
 from torchdist_ref.debug import __main__ as command
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory, read_file
 from torchdist_ref.debug.verdict import Verdict, find_verdict
 from torchdist_ref.processes import failure_record
-from torchdist_ref.recorder import Recorder
-from torchdist_ref.stores import HashStore
+from torchdist_ref.recorder import RecordedGroup, Recorder, include
 from torchdist_ref.testing import RankError, fill, run
 
 ROOT = Path(__file__).parents[2]
@@ -97,9 +95,7 @@ def test_a_dump_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(flight_recorder, "MAX_EVENTS", 50)
     recorders = [Recorder(1000) for _ in range(5)]
     for index, recorder in enumerate(recorders):
-        facts = {"name": f"g{index}", "members": (71,), "rank": 0, "timeout": 1.0, "store": None}
-        membership = type("Facts", (), facts)()
-        flight_recorder.register(recorder, membership, "ref")
+        include(recorder, RecordedGroup(f"g{index}", "ref", (71,), 0, 1.0))
         shapes = tuple((torch.float32, (2,)) for _ in range(10_000))
         for number in range(100):
             entry = recorder.begin((number, 0), AllReduce(), (shapes, ()))
@@ -203,14 +199,14 @@ def test_the_launcher_asks_the_rank_that_the_others_waited_for(python_with_torch
 def test_groups_may_be_registered_while_dumps_are_written() -> None:
     """Once `dictionary changed size during iteration` took the place of the call's error."""
     recorders = [Recorder(2) for _ in range(2000)]
-    membership = Membership(HashStore(), 0, (12345,), "many", 1.0)
+    group = RecordedGroup("many", "ref", (12345,), 0, 1.0)
     for each in recorders[:1000]:
-        flight_recorder.register(each, membership, "ref")
+        include(each, group)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(1) as executor:
-            job = executor.submit(lambda: [flight_recorder.register(each, membership, "ref") for each in recorders])
+            job = executor.submit(lambda: [include(each, group) for each in recorders])
             while not job.done():
                 flight_recorder.of_rank(0)
             job.result()

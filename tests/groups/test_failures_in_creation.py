@@ -122,7 +122,7 @@ def test_a_rank_without_a_free_descriptor_tells_the_others_through_a_file(tmp_pa
 OPENING = {
     "after all have joined": "torchdist_ref.transports.segment.PeerProcesses",
     "in the backend": "torchdist_ref.backends.ref.backend.Ref._set_up",
-    "in the debug level": "torchdist_ref.groups.creation.apply_debug_level",
+    "in the debug level": "torchdist_ref.groups.world.include",
     "in the registration with torch": "torchdist_ref.groups.registration.Registration.add",
 }
 

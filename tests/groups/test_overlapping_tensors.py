@@ -19,7 +19,7 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.torchs_world import start_torch
-from torchdist_ref.backends.base import RowBlocks, are_apart, check_writable, sharing_pair
+from torchdist_ref.backends.operands import RowBlocks, are_apart, check_writable, sharing_pair
 from torchdist_ref.testing import fill, run
 
 # More elements than one window of `ref` has.

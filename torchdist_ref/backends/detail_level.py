@@ -18,13 +18,15 @@ from datetime import timedelta
 from itertools import product
 from typing import Any
 
+import torch.distributed as c10d
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, BackendWrapper, Membership, flat_operands, operands_of
+from torchdist_ref.backends.base import Backend, BackendWrapper, Membership
+from torchdist_ref.backends.operands import flat_operands, operands_of
 from torchdist_ref.calls import AllToAll, Call, Recv, Send, signature
 from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks, warn_of_autograd
-from torchdist_ref.debug.flight_recorder import answer_requests, register
-from torchdist_ref.debug.levels import DebugLevel, get_debug_level
+from torchdist_ref.debug.flight_recorder import answer_requests
+from torchdist_ref.debug.levels import DebugLevel
 from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
 from torchdist_ref.membership.watch import unwatched
@@ -33,6 +35,9 @@ from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
+OFF = DebugLevel.OFF
+current_level: Callable[[], DebugLevel] = getattr(c10d, "get_debug_level")  # noqa: B009 - torch's stubs leave it out
+"""The same as `debug.levels.get_debug_level`, without a function of Python: every new group asks."""
 log = logging.getLogger("torchdist_ref.debug")
 
 
@@ -43,24 +48,16 @@ def observe_process() -> Callable[[], None]:
 
 
 def apply_debug_level(backend: Backend, membership: Membership) -> Backend:
-    """Return the backend for the debug level: itself, and at DETAIL wrapped; log the group unless the level is OFF.
-
-    The flight recorder includes the group from now on.
-    """
-    register(backend.recorder, membership, backend.name)
-    level = get_debug_level()
-    if level != DebugLevel.OFF:
-        m = membership
-        log.info(
-            "group %r on %s: rank %d of members %s, time-out %g s", m.name, backend.name, m.rank, m.members, m.timeout
-        )
-    if level != DebugLevel.DETAIL:
+    """Log a new group at a debug level other than OFF, and return its backend: itself, and at DETAIL wrapped."""
+    m = membership
+    log.info("group %r on %s: rank %d of members %s, time-out %g s", m.name, backend.name, m.rank, m.members, m.timeout)
+    if current_level() != DebugLevel.DETAIL:
         return backend
     record_stacks(backend.recorder)
     if backend.name != "ref":
         return CheckedBackend(backend, membership)
     any_backend: Any = backend
-    m, sites = membership, CallSites(membership.name, membership.members)
+    sites = CallSites(membership.name, membership.members)
     any_backend.wrap_executor(lambda each: SiteComparingExecutor(each, backend.recorder, m.store, m.rank, sites))
     return backend
 

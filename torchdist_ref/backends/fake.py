@@ -15,7 +15,9 @@ from time import perf_counter
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, dispatched, flat_operands, operands_of, profiled
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.observers import dispatched, profiled
+from torchdist_ref.backends.operands import flat_operands, operands_of
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import (
     AllGather,

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, BackendWrapper, RowBlocks, flat_operands
+from torchdist_ref.backends.base import Backend, BackendWrapper
+from torchdist_ref.backends.operands import RowBlocks, flat_operands
 from torchdist_ref.calls import Call, Recv, Send
 from torchdist_ref.work import Work
 

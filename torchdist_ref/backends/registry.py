@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as c10d
@@ -132,22 +133,51 @@ def is_device(kind: str) -> bool:
         return False
 
 
+class BackendChoice(NamedTuple):
+    """Backend that a group is to use: all that its creation needs to know of the name, which is parsed once.
+
+    Attributes:
+        name: The name, as the program wrote it.
+        on_cpu: Name of the backend for CPU tensors, which ranks compare: ranks without GPUs may have none for CUDA
+            tensors.
+        make: Function that makes the backend of a group.
+        config: The backends in torch's notation of one for each device type; see `config_text`.
+    """
+
+    name: str
+    on_cpu: str
+    make: Factory
+    config: str
+
+
+def choice(name: str) -> BackendChoice:
+    """Return the backend of a name.
+
+    Raises:
+        UsageError: No backend has this name; see `names_by_device`.
+    """
+    by_device = names_by_device(name)
+    make = _factory(by_device[""]) if "" in by_device else partial(ByDevice, by_device)
+    return BackendChoice(name, by_device.get("cpu", by_device.get("", name)), make, config_text(name))
+
+
+def _factory(name: str) -> Factory:
+    found = registered.get(name)
+    if found is None and name in NCCL_NAMES:
+        return partial(_load("torchdist_ref.backends.torch_native.nccl:Nccl"), name=name)
+    if found is None:
+        return partial(_load("torchdist_ref.backends.torch_native.third_party:ThirdParty"), name)
+    made: Factory = _load(found) if isinstance(found, str) else found
+    return made
+
+
 def create(name: str, membership: Membership) -> Backend:
     """Create the backend of this name for a group.
 
     Raises:
         UsageError: No backend has this name; see `names_by_device`.
     """
-    backends = names_by_device(name)
-    if "" not in backends:
-        return ByDevice(backends, membership)
-    found = registered.get(backends[""])
-    if found is None and backends[""] in NCCL_NAMES:
-        found = partial(_load("torchdist_ref.backends.torch_native.nccl:Nccl"), name=backends[""])
-    if found is None:
-        found = partial(_load("torchdist_ref.backends.torch_native.third_party:ThirdParty"), backends[""])
-    made: Backend = (_load(found) if isinstance(found, str) else found)(membership)
-    return made
+    return choice(name).make(membership)
 
 
 def of_process_group(name: str, membership: Membership, group: Any) -> Backend:
@@ -233,15 +263,19 @@ class ByDevice(Backend):
         self.recorder = membership.recorder
         self.backends: dict[str, Backend] = {}
         for device, backend in backends.items():
-            self.backends[device] = create(backend, _membership_for(membership, device))
+            self.backends[device] = _factory(backend)(_membership_for(membership, device))
             self.backends[device].recorder = self.recorder
         self._first = next(iter(self.backends.values()))
 
-    def serve(self, group: Any) -> None:
-        """See `Backend.serve`."""
-        super().serve(group)
+    @property
+    def group(self) -> ref[Any] | None:
+        """See `Backend.group`."""
+        return self._first.group
+
+    @group.setter
+    def group(self, group: ref[Any] | None) -> None:
         for backend in self.backends.values():
-            backend.serve(group)
+            backend.group = group
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""

@@ -20,16 +20,14 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torchdist_ref.calls import Call, Number
 from torchdist_ref.errors import DistError, MismatchError
-from torchdist_ref.recorder import Entry, Frame, Recorder
+from torchdist_ref.recorder import Entry, Frame, Recorder, frames_of
 from torchdist_ref.stores import Store
 
 STACKS_VARIABLE = "TORCH_SHOW_CPP_STACKTRACES"
-MAX_FRAMES = 32
 # Calls at different lines that are remembered, to recognize a later one at the same lines.
 REMEMBERED_CALLS = 64
 
@@ -58,15 +56,6 @@ def warn_of_autograd(operation: str, written: Sequence[Any]) -> None:
             "collective that autograd differentiates, or .detach() to say that none is wanted.",
             operation,
         )
-
-
-def frames_of(frame: FrameType | None, most: int = MAX_FRAMES) -> tuple[Frame, ...]:
-    """Return the frames of a stack, innermost first."""
-    frames: list[Frame] = []
-    while frame is not None and len(frames) < most:
-        frames.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(frames)
 
 
 def user_frames(frames: Sequence[Frame]) -> list[Frame]:

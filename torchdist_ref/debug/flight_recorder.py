@@ -21,15 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, message_of
 from torchdist_ref.membership.sources import is_stopped
 from torchdist_ref.processes.control import catches_signal
@@ -39,16 +37,20 @@ from torchdist_ref.processes.failure_record import (
     announce_dump_signal,
     wants_dumps,
 )
-from torchdist_ref.recorder import CallRecord, Frame, Recorder
-
-if TYPE_CHECKING:
-    from torchdist_ref.backends.base import Membership
+from torchdist_ref.recorder import (
+    STORE,
+    CallRecord,
+    Frame,
+    RecordedGroup,
+    Recorder,
+    frames_of,
+    groups_made,
+    recorded_groups,
+    report_failures_to,
+)
 
 FORMAT = "torchdist_ref flight recorder"
 VERSION = 1
-STORE = "store"
-"""What a `RecordedGroup` has in place of a backend if its calls meet in the store."""
-
 LEFT = "the rank left the world"
 """Reason of the dump of a rank that destroyed its groups, or whose program ended."""
 # Backends on which a call that differs fails on all ranks; `fake` has no other ranks.
@@ -68,63 +70,10 @@ MAX_TEXT = 1_000
 log = logging.getLogger("torchdist_ref.debug")
 
 
-@dataclass(frozen=True)
-class RecordedGroup:
-    """Facts of a group whose calls are recorded.
-
-    Attributes:
-        name: The group's name.
-        backend: Name of its backend.
-        members: Global ranks, in group order.
-        rank: This rank in the group.
-        timeout: Time-out of its calls in seconds.
-        thread: The thread that created it, on which the rank's program runs.
-        key: Text that tells the group from others of its name, the same on all ranks.
-    """
-
-    name: str
-    backend: str
-    members: tuple[int, ...]
-    rank: int
-    timeout: float
-    thread: int
-    key: str
-
-    @property
-    def global_rank(self) -> int:
-        """This rank in the world."""
-        return self.members[self.rank]
-
-
-_groups: WeakKeyDictionary[Recorder, RecordedGroup] = WeakKeyDictionary()
-# A group may be registered while another thread, or a signal's handler on this one, writes a dump.
-_groups_lock = threading.RLock()
 _writing = threading.Lock()
-# The last failure that each rank has dumped: the calls after it fail for the same reason.
-_dumped_failures: dict[int, str] = {}
-
-
-def register(recorder: Recorder, membership: Membership, backend: str) -> None:
-    """Include a group in this process's dumps, as long as its recorder exists.
-
-    Args:
-        recorder: The group's recorder on this rank.
-        membership: The group.
-        backend: Name of its backend.
-    """
-    m = membership
-    key = getattr(m.store, "prefix", "")
-    group = RecordedGroup(m.name, backend, m.members, m.rank, m.timeout, threading.get_ident(), key)
-    include(recorder, group)
-    _dumped_failures.pop(group.global_rank, None)
-
-
-def include(recorder: Recorder, group: RecordedGroup) -> Recorder:
-    """Include calls in this process's dumps, as long as their recorder exists; return the recorder."""
-    with _groups_lock:
-        _groups[recorder] = group
-    recorder.on_failure = lambda error: dump_failure(error, group.global_rank)
-    return recorder
+_dumped_failures: dict[int, tuple[str, int]] = {}
+"""The last failure that each rank has dumped, since the calls after it fail for the same reason; and the number of
+groups that the rank had made by then."""
 
 
 # ---- what a dump holds
@@ -178,7 +127,7 @@ def calls_in_progress() -> list[tuple[RecordedGroup, CallRecord]]:
     """Return the calls of this process that have not ended, with their groups; a signal's handler may call this."""
     return [
         (group, event)
-        for recorder, group in _registered()
+        for recorder, group in recorded_groups()
         for event in recorder.events()
         if not (event.end or event.error)
     ]
@@ -186,12 +135,7 @@ def calls_in_progress() -> list[tuple[RecordedGroup, CallRecord]]:
 
 def of_rank(rank: int | None) -> list[tuple[Recorder, RecordedGroup]]:
     """Return the recorders of a rank with their groups."""
-    return [(recorder, group) for recorder, group in _registered() if group.global_rank == rank]
-
-
-def _registered() -> list[tuple[Recorder, RecordedGroup]]:
-    with _groups_lock:
-        return list(_groups.items())
+    return [(recorder, group) for recorder, group in recorded_groups() if group.global_rank == rank]
 
 
 def _number(variable: str) -> int:
@@ -299,7 +243,7 @@ def dump(directory: str | os.PathLike[str] | None = None, *, reason: str = "dump
         ...     run(program, 2, ranks="processes")
         [['rank0.json'], ['rank1.json']]
     """
-    ranks = sorted({group.global_rank for _, group in _registered()})
+    ranks = sorted({group.global_rank for _, group in recorded_groups()})
     for rank in ranks:
         # If a failure ends the program, its dump is to be the last one.
         _dumped_failures.pop(rank, None)
@@ -316,11 +260,12 @@ def dump_failure(error: BaseException, rank: int | None = None) -> None:
     if not wants_dumps(os.environ):
         return
     text = message_of(error)
-    ranks = [rank] if rank is not None else sorted({group.global_rank for _, group in _registered()})
+    ranks = [rank] if rank is not None else sorted({group.global_rank for _, group in recorded_groups()})
     for each in ranks:
-        if each in _dumped_failures and (_dumped_failures[each] == text or isinstance(error, GroupAbortedError)):
+        dumped, groups = _dumped_failures.get(each, ("", -1))
+        if groups == groups_made(each) and (dumped == text or isinstance(error, GroupAbortedError)):
             continue
-        _dumped_failures[each] = text
+        _dumped_failures[each] = text, groups_made(each)
         try:
             path = _write(each, text, error)
         except Exception as failure:
@@ -506,8 +451,9 @@ def answer_requests() -> Callable[[], None]:
 
 def _leave() -> None:
     """Dump the calls that no backend has compared, which may have made other ranks fail, and stop listening."""
-    ranks = {group.global_rank for _, group in _registered() if group.backend not in _COMPARED_ON}
-    for rank in sorted(ranks - set(_dumped_failures)) if wants_dumps(os.environ) else ():
+    ranks = {group.global_rank for _, group in recorded_groups() if group.backend not in _COMPARED_ON}
+    dumped = {rank for rank, (_, groups) in _dumped_failures.items() if groups == groups_made(rank)}
+    for rank in sorted(ranks - dumped) if wants_dumps(os.environ) else ():
         try:
             _write(rank, LEFT, None)
         except Exception as error:
@@ -528,13 +474,13 @@ def _dump_uncaught() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _writing, _groups_lock
-    _writing, _groups_lock = threading.Lock(), threading.RLock()
-    _groups.clear()
+    global _writing
+    _writing = threading.Lock()
     _dumped_failures.clear()
     listener.forget()
 
 
+report_failures_to(dump_failure)
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 

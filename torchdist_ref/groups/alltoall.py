@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import check_writable
+from torchdist_ref.backends.operands import check_writable
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
 from torchdist_ref.backends import reductions
-from torchdist_ref.backends.base import RowBlocks, check_distinct, check_writable, flat_operands, output_names
+from torchdist_ref.backends.operands import RowBlocks, check_distinct, check_writable, flat_operands, output_names
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
     ArgumentError,
@@ -30,7 +29,6 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, resolve
-from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 SUM = ReduceOp.SUM
@@ -264,29 +262,6 @@ def root_of(
     if rank is None:
         raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}{on_rank()}.")
     return group.group_rank(rank, operation, argument)
-
-
-def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT) -> timedelta:
-    """Return the time-out that an argument specifies, or the default for None; at most `MAX_TIMEOUT`.
-
-    Raises:
-        ArgumentTypeError: Not a timedelta.
-        BackendArgumentError: Not positive.
-    """
-    timeout = default if timeout is None else timeout
-    if not isinstance(timeout, timedelta):
-        raise ArgumentTypeError(
-            f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
-        )
-    if timeout <= timedelta(0):
-        raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout))
-    return min(timeout, MAX_TIMEOUT)
-
-
-def check_description(operation: str, value: Any) -> None:
-    """Raise unless the description of a new group is a text or None."""
-    if value is not None and not isinstance(value, str):
-        raise ArgumentTypeError(explain(operation, "group_desc", "a str or None", value))
 
 
 def blocks_of(

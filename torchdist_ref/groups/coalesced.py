@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import (
+from torchdist_ref.backends.operands import (
     check_distinct,
     check_writable,
     is_in_memory,

@@ -22,13 +22,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, sparse_coo, strided
 
-from torchdist_ref.backends.base import (
-    are_apart,
-    check_writable,
-    flat_operands,
-    unwrapped,
-    without_overlap,
-)
+from torchdist_ref.backends.operands import are_apart, check_writable, flat_operands, unwrapped, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
@@ -43,9 +37,9 @@ from torchdist_ref.groups.arguments import (
     reduction_name,
     refuse_nested,
     root_of,
-    timeout_of,
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_unusable
+from torchdist_ref.timeouts import timeout_of
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import JoinedWork, Work
 

@@ -19,8 +19,7 @@ from hashlib import sha256
 from typing import Any
 
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.detail_level import apply_debug_level, observe_process
-from torchdist_ref.backends.registry import check_options, create, default_name, names_by_device
+from torchdist_ref.backends.registry import BackendChoice, check_options, choice, default_name, names_by_device
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,7 +34,6 @@ from torchdist_ref.errors import (
     on_rank,
     text_of,
 )
-from torchdist_ref.groups.arguments import check_description, timeout_of
 from torchdist_ref.groups.registration import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
     GroupMember,
@@ -56,6 +54,7 @@ from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.membership.words import backend_mismatch, both_sides
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
+from torchdist_ref.timeouts import timeout_of
 
 _BACKEND_VARIABLE = "TORCHDIST_REF_BACKEND"
 _DEFAULT_BACKEND = "(default)"
@@ -138,7 +137,7 @@ def init_process_group(
     owned = store is None
     with limit_requests(seconds), _closed_on_failure(world), _recorded(world, rank, world_size, seconds):
         # Before any wait: a rank that hangs here has to answer requests for dumps.
-        world.on_close.append(observe_process())
+        world.observe()
         if store is None:
             meeting = meet(init_method, rank, world_size, seconds, alone)
         elif init_method is not None:
@@ -152,14 +151,15 @@ def init_process_group(
         members, options = tuple(range(seat.size)), (pg_options, device_id)
         rank_and_size = (0, 1) if alone else (seat.rank, seat.size)
         keys = KeyAgreement(meeting.store, *rank_and_size, world.on_close, nonce=seat.nonce)
-        compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
+        wanted = choice(chosen) if chosen else None
+        compared = _DEFAULT_BACKEND if wanted is None else wanted.on_cpu
         with meeting.watched(seconds, alone, keys.own, keys.awaited, compared, keys.connect) as watch:
             with watch.published():
                 sealed = keys.complete(watch.store, seconds, meeting.values)
             world.store = sealed.over(meeting.store)
             name, own_store = group_name or "world", _next_store(world)
             world.default = make_group(
-                watch, own_store, chosen, name, members, seat.rank, seconds, options, agreed=True
+                watch, own_store, wanted, name, members, seat.rank, seconds, options, agreed=True
             )
         world.add(world.default)
         share(world)
@@ -201,7 +201,7 @@ def check_backend(operation: str, backend: Any, default: str, pg_options: Any, d
 def make_group(
     watch: MemberWatch,
     store: PrefixStore,
-    backend: str | None,
+    backend: BackendChoice | None,
     name: str,
     members: tuple[int, ...],
     rank: int,
@@ -214,7 +214,7 @@ def make_group(
     Args:
         watch: Watch over the members.
         store: Store of the group.
-        backend: Name of the backend; None for the default.
+        backend: The backend; None for the default.
         name: Name of the group.
         members: Global ranks of the members, in group order.
         rank: Group rank of this rank.
@@ -228,14 +228,16 @@ def make_group(
     pg_options, device = (*options, None, None)[:2]
     with watch.published():
         watched = watch.over(store)
-        chosen = backend or _choose(watched, rank, len(members))
+        chosen = backend or choice(_choose(watched, rank, len(members)))
         if not agreed:
-            _agree_on_backend(watched, chosen, members[rank], watch.operation)
+            _agree_on_backend(watched, chosen.on_cpu, members[rank], watch.operation)
         membership = Membership(watched, rank, members, name, seconds, pg_options, device, watch=watch)
-        made = create(chosen, membership)
+        made = chosen.make(membership)
         with aborted_on_failure(made, watch.operation):
-            created = apply_debug_level(made, membership)
-            return ProcessGroup.on(created, members, rank, name, seconds, store)
+            group = ProcessGroup.on(made, members, rank, name, seconds, store)
+            group.choice = chosen
+            group.observe(membership)
+            return group
 
 
 def _choose(store: Store, rank: int, size: int) -> str:
@@ -251,19 +253,24 @@ def _agree_on_backend(store: Store, backend: str, rank: int, operation: str) -> 
     Raises:
         MismatchError: They differ.
     """
-    own = _name_for_cpu(backend)
-    first, _, other = store.compare_set("backend", "", f"{rank}|{own}").decode().partition("|")
-    if other != own:
-        raise backend_mismatch(operation, (rank, own), (int(first), other))
+    first, _, other = store.compare_set("backend", "", f"{rank}|{backend}").decode().partition("|")
+    if other != backend:
+        raise backend_mismatch(operation, (rank, backend), (int(first), other))
 
 
-def _name_for_cpu(backend: str) -> str:
-    """Return the name of a backend that ranks compare.
+def backend_of_new_group(
+    operation: str, parent: ProcessGroup, backend: Any, pg_options: Any, device_id: Any = None
+) -> BackendChoice:
+    """Return the backend of a new group: that of the parent group if the program names none.
 
-    Ranks without GPUs may have no backend for CUDA tensors, so only the CPU's counts, if there is one.
+    Raises:
+        ArgumentTypeError: The name is none, or the backend does not accept the options.
+        UsageError: No backend has the name.
     """
-    by_device = names_by_device(backend)
-    return by_device.get("cpu", by_device.get("", backend))
+    if parent.choice is not None and backend is None and pg_options is None and device_id is None:
+        return parent.choice
+    check_backend(operation, backend, parent.backend.name, pg_options, device_id)
+    return choice(parent.backend.name if backend is None else backend)
 
 
 def is_initialized() -> bool:
@@ -385,7 +392,7 @@ def new_group(
     members = _members(ranks, default, sort_ranks)
     seconds = timeout_of("new_group", timeout, timedelta(seconds=default.timeout)).total_seconds()
     check_description("new_group", group_desc)
-    check_backend("new_group", backend, default.backend.name, pg_options, device_id)
+    chosen = backend_of_new_group("new_group", default, backend, pg_options, device_id)
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:
         return None
@@ -396,22 +403,28 @@ def new_group(
         limit_requests(seconds),
         store_failure_explained(default, "new_group"),
     ):
-        chosen, agreed = backend or default.backend.name, False
+        agreed = False
         store = _member_store(world, members) if use_local_synchronization else _next_store(world)
         users = len(members) if use_local_synchronization else default.size()
         keys = KeyRange(store.underlying_store, store.prefix, users)
         if me not in members:
-            _agree_on_members(store, me, members, _name_for_cpu(chosen))
+            _agree_on_members(store, me, members, chosen.on_cpu)
             keys.release()
             return GroupMember.NON_GROUP_MEMBER
         watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
         if not use_local_synchronization:
             with watch.interruption_published():
-                agreed = _agree_on_members(store, me, members, _name_for_cpu(chosen))
+                agreed = _agree_on_members(store, me, members, chosen.on_cpu)
         name = group_desc or store.prefix.replace("/", " ")
         group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options, agreed)
     group.keys = keys
     return world.add(group)
+
+
+def check_description(operation: str, value: Any) -> None:
+    """Raise unless the description of a new group is a text or None."""
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError(explain(operation, "group_desc", "a str or None", value))
 
 
 def _members(ranks: Iterable[int] | None, default: ProcessGroup, sort: bool) -> tuple[int, ...]:

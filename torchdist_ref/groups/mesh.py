@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from torchdist_ref.backends.unusable import DestroyedBackend
+from torchdist_ref.backends.base import DestroyedBackend
 from torchdist_ref.errors import ArgumentTypeError, DistError, EntryError, explain, indexed, on_rank
 from torchdist_ref.groups.creation import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size

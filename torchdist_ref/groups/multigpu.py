@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import check_writable
+from torchdist_ref.backends.operands import check_writable
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import AllGather, Broadcast, Call
 from torchdist_ref.errors import ArgumentError, explain

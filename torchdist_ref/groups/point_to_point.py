@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import check_writable, is_in_memory, refuse_unsupported, unwrapped
+from torchdist_ref.backends.operands import check_writable, is_in_memory, refuse_unsupported, unwrapped
 from torchdist_ref.calls import Recv, Send, checked_tag
 from torchdist_ref.errors import ArgumentError, BackendArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, member_group, root_of

@@ -15,6 +15,7 @@ backends do that.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -22,10 +23,9 @@ import torch.distributed
 from torch.distributed import distributed_c10d as c10d
 
 from torchdist_ref.backends import registry
-from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.base import InheritedBackend, Membership, never_release
 from torchdist_ref.backends.ref_in_torch.objects import limit_objects
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
-from torchdist_ref.backends.unusable import InheritedBackend, never_release
 from torchdist_ref.errors import ArgumentError, DestroyedGroupError, UnsupportedError, explain, on_rank
 from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
 from torchdist_ref.recorder import Recorder
@@ -33,6 +33,9 @@ from torchdist_ref.stores import PrefixStore
 from torchdist_ref.torch_internals import torch_private
 
 _lock = threading.Lock()
+_register_name: Callable[[str, Any], None] = torch_private.REGISTER_NAME.bind()
+_unregister_name: Callable[[str], None] = torch_private.UNREGISTER_NAME.bind()
+_set_default_group: Callable[[Any], None] = torch_private.SET_DEFAULT_GROUP.bind()
 
 
 def _is_torchs_own(group: Any) -> bool:
@@ -199,6 +202,8 @@ class Registration:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        # Those of this rank: `TablesByRank` may come into torch's module, or go, meanwhile.
+        self._tables = world.torch_tables or torch_private.TABLES.get()
         assert world.default is not None
         self._default = world.default
         self._store = registry.store_for_torch(PrefixStore("torch", self._default.store))
@@ -208,31 +213,32 @@ class Registration:
         self._making = threading.RLock()
         for group in world.groups:
             self.add(group)
-        torch_private.SET_DEFAULT_GROUP.get()(self._default)
+        _set_default_group(self._default)
 
     def inherit(self) -> None:
         """Become a forked child's copy of this registration."""
         global _lock
         # Another thread of the parent may have held them.
         _lock, self._making = threading.Lock(), threading.RLock()
-        tables = torch_private.TABLES.get()
+        tables = self._tables
         never_release([*tables.pg_map, *tables.pg_map.values()])
 
     def add(self, group: ProcessGroup) -> None:
         """Register a group."""
-        tables, name = torch_private.TABLES.get(), _unique_name(group.group_desc)
-        group.setGroupName(name)
+        tables = self._tables
+        name = _unique_name(group.group_desc, tables)
+        group.rename(name)
         group.on_shutdown = lambda: self._shut_down(group)
         self._groups.add(group)
         tables.pg_map[group] = group.backend.name, self._store
         tables.pg_names[group] = name
         tables.pg_group_ranks[group] = {member: index for index, member in enumerate(group.members)}
-        tables.pg_backend_config[group] = registry.config_text(group.backend.name)
+        tables.pg_backend_config[group] = group.choice.config if group.choice else ""
         tag = f"ptd:{name}"
         tables.pg_to_tag[group] = tag
         for key in ("", tag):
             tables.tags_to_pg.setdefault(key, []).append(group)
-        torch_private.REGISTER_NAME.get()(name, group)
+        _register_name(name, group)
 
     def remove(self, group: ProcessGroup) -> None:
         """Withdraw a group, and with the default group everything."""
@@ -245,7 +251,7 @@ class Registration:
     def forget(self, group: ProcessGroup) -> bool:
         """Remove a group from torch's tables; return whether torch knew it."""
         self._release(group)
-        tables = torch_private.TABLES.get()
+        tables = self._tables
         if group not in tables.pg_map:
             return False
         for table in (tables.pg_map, tables.pg_names, tables.pg_group_ranks, tables.pg_backend_config):
@@ -254,7 +260,7 @@ class Registration:
         for key in ("", tables.pg_to_tag.pop(group, "")):
             if group in tables.tags_to_pg.get(key, ()):
                 tables.tags_to_pg[key].remove(group)
-        torch_private.UNREGISTER_NAME.get()(group.group_name)
+        _unregister_name(group.group_name)
         return True
 
     def counterpart(self, group: Any) -> ProcessGroup:
@@ -264,7 +270,7 @@ class Registration:
             DestroyedGroupError: torch does not know the group, since it was destroyed or belongs to an earlier job.
             ArgumentError: torch does not know the group, and it has no name.
         """
-        known = torch_private.TABLES.get().pg_map
+        known = self._tables.pg_map
         # Other threads may do the same.
         for each in [each for each in tuple(self._counterparts) if each not in known]:
             if (unknown := self._counterparts.pop(each, None)) is not None:
@@ -286,7 +292,7 @@ class Registration:
 
     def make_counterpart(self, group: Any) -> ProcessGroup:
         """Return a group of ours for a group that torch has made."""
-        tables = torch_private.TABLES.get()
+        tables = self._tables
         members = tuple(sorted(tables.pg_group_ranks[group], key=tables.pg_group_ranks[group].get))
         store = PrefixStore(f"torch/{group.group_name}/ours", self._default.store)
         facts = group.rank(), members, group.group_desc or group.group_name, self._default.timeout
@@ -298,7 +304,7 @@ class Registration:
             backend = registry.create(tables.pg_map[group][0], Membership(store, *facts, existing=group))
         rank, _, name, timeout = facts
         made = ProcessGroup.on(backend, members, rank, name, timeout, store)
-        made.setGroupName(group.group_name)
+        made.rename(group.group_name)
         made.original = group
         return made
 
@@ -319,7 +325,7 @@ class Registration:
         self._world.registration = None
         if not self._groups:
             return
-        if torch_private.TABLES.get().default_pg is not self._default:
+        if self._tables.default_pg is not self._default:
             # The program has put another group in its place, which stays.
             for group in list(self._groups):
                 self.forget(group)
@@ -330,7 +336,7 @@ class Registration:
     def _destroy_all_in_torch(self) -> None:
         if self._world.inherited:
             # Without names torch shuts down nothing; it clears its tables.
-            torch_private.TABLES.get().pg_names.clear()
+            self._tables.pg_names.clear()
         for group in list(self._groups):
             self._release(group)
         torch.distributed.destroy_process_group()
@@ -351,7 +357,7 @@ class Registration:
             self._world.destroy(group)
 
 
-def _unique_name(name: str) -> str:
-    taken = set(torch_private.TABLES.get().pg_names.values())
+def _unique_name(name: str, tables: Any) -> str:
+    taken = set(tables.pg_names.values())
     names = [name, *(f"{name} ({number})" for number in range(2, len(taken) + 3))]
     return next(each for each in names if each not in taken)

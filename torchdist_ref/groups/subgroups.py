@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torchdist_ref.debug.store_calls import StoreCalls
+from torchdist_ref.backends.registry import BackendChoice
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,9 +35,9 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.groups.arguments import check_description, timeout_of
 from torchdist_ref.groups.creation import (
-    check_backend,
+    backend_of_new_group,
+    check_description,
     make_group,
     new_group,
     store_failure_explained,
@@ -56,8 +56,10 @@ from torchdist_ref.groups.world import (
 )
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.membership.words import both_sides
+from torchdist_ref.recorder import StoreCalls
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
+from torchdist_ref.timeouts import timeout_of
 
 Handle = ProcessGroup | int | None
 Subgroups = tuple[Handle, list[Handle]]
@@ -245,7 +247,7 @@ def split_group(
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     check_description("split_group", group_desc)
-    check_backend("split_group", backend, parent.backend.name, pg_options)
+    chosen = backend_of_new_group("split_group", parent, backend, pg_options)
     awaited = [parent.members[rank] for ranks in parts if parent.rank() in ranks for rank in ranks]
     with (
         current().recorded("split_group", f"split_ranks={parts}", awaited, parent),
@@ -267,7 +269,7 @@ def split_group(
             _await_part(parent, watch, ranks, seconds)
         name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
         own = ranks.index(parent.rank())
-        group = make_group(watch, store, backend or parent.backend.name, name, members, own, seconds)
+        group = make_group(watch, store, chosen, name, members, own, seconds)
         group.keys = keys
     return current().add(group)
 
@@ -335,15 +337,20 @@ def shrink_group(
     parent = resolve_member(group, "shrink_group")
     refuse_unusable(parent, "shrink_group")
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
-    check_backend("shrink_group", None, parent.backend.name, pg_options)
+    chosen = backend_of_new_group("shrink_group", parent, None, pg_options)
     remain = [parent.members[rank] for rank in remaining]
     text = f"ranks_to_exclude={sorted(ranks_to_exclude)}"
     with current().recorded("shrink_group", text, remain, parent):
-        return _shrink(parent, remaining, ranks_to_exclude, shrink_flags, pg_options)
+        return _shrink(parent, chosen, remaining, ranks_to_exclude, shrink_flags, pg_options)
 
 
 def _shrink(
-    parent: ProcessGroup, remaining: list[int], excluded: list[int], flags: int, pg_options: Any
+    parent: ProcessGroup,
+    backend: BackendChoice,
+    remaining: list[int],
+    excluded: list[int],
+    flags: int,
+    pg_options: Any,
 ) -> ProcessGroup:
     """Replace a group by one of its remaining ranks; see `shrink_group`."""
     if flags == SHRINK_ABORT:
@@ -358,7 +365,7 @@ def _shrink(
     world, own = current(), remaining.index(parent.rank())
     is_default = parent is world.default
     members = tuple(range(len(remaining)) if is_default else old_ranks)
-    name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
+    name = f"{parent.group_desc}, shrunk"
     # The old group goes last: it watches those who stay.
     with limit_requests(parent.timeout):
         shrunk = make_group(watch, _part_store(keys, 0), backend, name, members, own, parent.timeout, (pg_options,))

@@ -21,21 +21,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch.distributed
 
-from torchdist_ref.backends.base import Backend, Membership, close_all
-from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
-from torchdist_ref.backends.registry import by_device_type, is_of_torch, of_process_group
-from torchdist_ref.backends.unusable import (
+from torchdist_ref.backends.base import (
+    Backend,
     DestroyedBackend,
     InheritedBackend,
+    Membership,
     MissingBackend,
     UnusableBackend,
+    close_all,
     inherit_store,
 )
+from torchdist_ref.backends.detail_level import OFF, apply_debug_level, current_level, observe_process
+from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, with_backends
+from torchdist_ref.backends.registry import BackendChoice, by_device_type, is_of_torch, of_process_group
 from torchdist_ref.debug.monitored import run_monitored_barrier
-from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -46,6 +49,7 @@ from torchdist_ref.errors import (
     text_of,
 )
 from torchdist_ref.processes.program_end import leave_at_end
+from torchdist_ref.recorder import RecordedGroup, StoreCall, StoreCalls, include
 from torchdist_ref.stores import HashStore, Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost
@@ -84,6 +88,7 @@ class ProcessGroup(CallsFromTorch):
         group_name: The same, or with a number where this process has another group of that name.
         timeout: Default time-out of a call on this group, in seconds.
         store: Store with a key prefix that only this group uses.
+        choice: The backend that the group was made with, for groups that are made without naming one; or None.
         keys: The keys that the group's members and other callers of its creation release, or None.
         original: The group of torch's whose members and backend this group has, where torch made it; else None.
         on_shutdown: Function that destroys the group, called when torch destroys it; None while torch does not know it.
@@ -94,13 +99,14 @@ class ProcessGroup(CallsFromTorch):
 
     timeout: float
     store: Store
+    choice: BackendChoice | None = None
     keys: KeyRange | None = None
     original: Any = None
     on_shutdown: Callable[[], None] | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         try:
-            super().__init__(rank, size, "")
+            super().__init__(rank, size)  # type: ignore[call-arg]
         except TypeError:
             raise ArgumentTypeError(explain("ProcessGroup", "rank, size", "two integers", (rank, size))) from None
         self._rank = rank
@@ -113,12 +119,24 @@ class ProcessGroup(CallsFromTorch):
     ) -> ProcessGroup:
         """Return the handle of a group on a backend of this library."""
         group = cls(rank, len(members))
-        group.setGroupName(name)
-        group.setGroupDesc(name)
+        group._name = group._description = name
         group.members, group.backend, group.timeout, group.store = tuple(members), backend, timeout, store
         group._group_ranks = {member: index for index, member in enumerate(group.members)}
-        backend.serve(group)
+        if backend.group is None:
+            backend.group = ref(group)
+        with_backends.add(group)
         return group
+
+    def observe(self, membership: Membership) -> None:
+        """Have the flight recorder show the group's calls, and do what the debug level asks for."""
+        facts = self.group_desc, self.backend.name, self.members, self._rank, self.timeout
+        include(self.backend.recorder, RecordedGroup(*facts, getattr(self.store, "prefix", "")))
+        if current_level() != OFF:
+            self.backend = apply_debug_level(self.backend, membership)
+
+    def rename(self, name: str) -> None:
+        """Set `group_name`, by which torch finds the group."""
+        self._name = name
 
     def rank(self) -> int:
         """Return this rank's group rank."""
@@ -287,6 +305,10 @@ class World:
             inherit_store(group.store, group.backend)
         if self.registration is not None:
             self.registration.inherit()
+
+    def observe(self) -> None:
+        """Configure logging, and answer requests for dumps until this rank leaves the world."""
+        self.on_close.append(observe_process())
 
     def recorded(
         self,

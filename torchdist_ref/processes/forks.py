@@ -2,7 +2,7 @@
 
 A connection ends when all processes have closed it. A child that lives longer than its parent, such as a worker of a
 ``DataLoader``, would keep it open, and hide the parent's death from its peers. Do not add what a child may do with its
-parent's groups (`backends.unusable`).
+parent's groups (`backends.base`).
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from torchdist_ref.calls import IN_PLACE
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.schedule import Slot
 
@@ -113,9 +114,6 @@ def _barrier(op: str, world: int, chunks: int, root: int) -> Contract:
     all_ranks = {SIGNAL: tuple((r, SIGNAL) for r in range(world))}
     return Contract(lambda r: (SIGNAL,), lambda r: (), lambda r: all_ranks)
 
-
-IN_PLACE = ("all_reduce", "reduce", "broadcast")
-"""Operations on one tensor, whose slots are ``data``."""
 
 _CONTRACTS: dict[str, Callable[[str, int, int, int], Contract]] = {
     **dict.fromkeys(IN_PLACE, _in_place),

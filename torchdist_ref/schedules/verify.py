@@ -28,8 +28,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from torchdist_ref.calls import IN_PLACE
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.schedules.contract import IN_PLACE, Contract, Contribution, contract
+from torchdist_ref.schedules.contract import Contract, Contribution, contract
 from torchdist_ref.schedules.schedule import Move, Round, Schedule, Slot, slot_name
 
 MAX_SHOWN = 8

@@ -416,6 +416,10 @@ class Link:
         for peer in self.peers:
             self.make_signal("doorbell", peer)()
 
+    def abort_because(self, reason: str) -> None:
+        """End the group for all ranks, for a reason that the caller has in words."""
+        self.abort(GroupAbortedError(reason), "")
+
     @contextmanager
     def joining(self) -> Iterator[None]:
         """Abort the group if this rank fails in the block: ranks that have joined already do not look at the watch."""

@@ -44,6 +44,7 @@ from weakref import WeakValueDictionary
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
 from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import DirectPath, Range, Semaphore
 
@@ -646,6 +647,11 @@ def open_peer_descriptor(pid: int, fd: int) -> int:
         os.close(descriptor)
         raise PermissionError(errno.EACCES, f"the file belongs to user {owner}")
     return descriptor
+
+
+def announce_process(row: StatusRow) -> None:
+    """Mark the rank of a row as present, with this process."""
+    row.join(os.getpid(), own_witness())
 
 
 def watched_processes(rows: Mapping[int, StatusRow]) -> PeerProcesses:

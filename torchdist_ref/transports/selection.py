@@ -21,13 +21,13 @@ from typing import NamedTuple
 from torchdist_ref.errors import RankStalledError, StoreTimeoutError, UnsupportedError, rank_names
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.processes.identity import has_no_proc, host_identity
-from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import tcp
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import (
     SegmentLayout,
     SharedMemorySegment,
+    announce_process,
     attach,
     created_segment,
     layout_for,
@@ -257,7 +257,7 @@ def _join(
 ) -> Link:
     """Join a segment and wait until all ranks have. Arguments and result as in `connect_shared_memory`."""
     link = Link(segment, layout, rank, members, name, timeout)
-    link.row.join(os.getpid(), own_witness())
+    announce_process(link.row)
     with link.joining():
         link.handshake(watch)
         link.liveness = watched_processes({peer: link.rows[peer] for peer in link.peers})

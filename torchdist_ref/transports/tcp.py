@@ -27,7 +27,6 @@ from torchdist_ref.errors import DistNetworkError, advice_on_limit
 from torchdist_ref.membership.events import DISCONNECTED, Ending
 from torchdist_ref.membership.sources import Liveness, NoPeerProcesses
 from torchdist_ref.membership.watch import MemberWatch
-from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.addresses import is_link_local, is_loopback, local_ends, look_up, loopback_address
 from torchdist_ref.stores.sealed import channel_key, innermost
@@ -45,6 +44,7 @@ from torchdist_ref.transports.segment import (
     PrivateSegment,
     SegmentLayout,
     StatusRow,
+    announce_process,
     shared_segment,
     watched_processes,
 )
@@ -164,7 +164,7 @@ def connect(
         link = Link(segment, layout, rank, members, name, timeout)
         link.on_timeout = segment.set_timeout
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
-        link.row.join(os.getpid(), own_witness())
+        announce_process(link.row)
         link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh, link.rows)
         with link.joining():
             link.handshake(watch)

@@ -18,16 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import (
-    Backend,
-    Membership,
-    dispatched,
-    flat_operands,
-    operands_of,
-    profiled,
-    refuse_unsupported,
-)
+from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, RequestPoller, Started
+from torchdist_ref.backends.observers import dispatched, profiled
+from torchdist_ref.backends.operands import flat_operands, operands_of, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.backends.worker_threads import CallbackThreads
 from torchdist_ref.calls import (

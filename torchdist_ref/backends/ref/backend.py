@@ -21,22 +21,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import (
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.observers import is_profiling, run_in_modes, run_in_range
+from torchdist_ref.backends.operands import (
     PLAIN_TYPES,
-    Backend,
-    Membership,
     RowBlocks,
     are_apart,
     is_in_memory,
-    is_profiling,
     operands_of,
     refuse_unsupported,
-    run_in_modes,
-    run_in_range,
 )
 from torchdist_ref.backends.ref.contiguous import contiguous, copy_back, side_streams
-from torchdist_ref.backends.ref.fast import executor_for
-from torchdist_ref.backends.ref.plan import ALGORITHM_VARIABLE, EXECUTOR_VARIABLE, IN_PLACE, Plan, Planner
+from torchdist_ref.backends.ref.fast import SETTINGS, prepared
 from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
 from torchdist_ref.backends.worker_threads import (
     CallbackThreads,
@@ -47,8 +43,7 @@ from torchdist_ref.backends.worker_threads import (
     end_threads,
     settle,
 )
-from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
-from torchdist_ref.errors import GroupAbortedError
+from torchdist_ref.calls import IN_PLACE, Call, Number, Numbers, Recv, Send
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
 from torchdist_ref.torch_internals.torch_modes import (
     dispatch_modes,
@@ -61,10 +56,11 @@ from torchdist_ref.transports import connect, empty_registered, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
 
 if TYPE_CHECKING:
+    from torchdist_ref.backends.ref.plan import Plan
     from torchdist_ref.stores import PrefixStore, Store
 
 Tensors = Sequence[Tensor]
-Planned = tuple[Plan, Any]
+Planned = tuple["Plan", Any]
 """A plan, and what the executor has made of it."""
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
@@ -141,7 +137,7 @@ class Ref(Backend):
         # Of two types, each with programs of its own type.
         self._executor: Any = None
         self._numbers: Any = None
-        self._environment = tuple(os.environ.get(name, "") for name in (EXECUTOR_VARIABLE, ALGORITHM_VARIABLE))
+        self._environment = [os.environ.get(name, "") for name in SETTINGS]
         if any(self._environment):
             # A wrong value is an error of the group's creation.
             self._prepare()
@@ -151,9 +147,7 @@ class Ref(Backend):
         with self._making:
             if self._executor is None:
                 self._numbers = self.numbers
-                executor, algorithms = self._environment
-                made = executor_for(self.link, executor)
-                self._planner = Planner(self.link, made.name, algorithms)
+                made, self._planner = prepared(self.link, *self._environment)
                 self._executor = made
 
     @property
@@ -203,8 +197,7 @@ class Ref(Backend):
 
         One that is `below_modes` is made outside of the caller's modes, and those of torch's dispatcher have seen it.
         """
-        # As the decorators `dispatched` and `profiled` of `base`, but two calls of functions shorter. Programs without
-        # modes enter no guard.
+        # As the decorators of `observers`, but two calls of functions shorter. Programs without modes enter no guard.
         if (dispatch_modes() or has_function_mode() or transforms() or is_traced()) and not below_modes:
             return self._submit_below_modes(call, inputs, outputs, wait)
         if is_profiling() and not profiled:
@@ -212,14 +205,14 @@ class Ref(Backend):
             return run_in_range(self, call, wait, partial(again, profiled=True))
         if self.link.broken is not None:
             self._refuse(call, inputs, outputs)
-        if type(call) is Send:
-            return (self._messages or self.messages).send(call, inputs, outputs, wait)
-        if type(call) is Recv:
-            return (self._messages or self.messages).receive(call, inputs, outputs, wait)
         # As `flat_operands`, but a call of a function shorter.
         written = (outputs.tensor,) if type(outputs) is RowBlocks else outputs
         if call.op in _OUTPUTS_ONLY:
             tensors = written
+        elif type(call) is Send:
+            return (self._messages or self.messages).send(call, inputs, outputs, wait)
+        elif type(call) is Recv:
+            return (self._messages or self.messages).receive(call, inputs, outputs, wait)
         else:
             tensors = (inputs.tensor, *written) if type(inputs) is RowBlocks else (*inputs, *written)
         if len(tensors) == 1:
@@ -452,4 +445,4 @@ class Ref(Backend):
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        self.link.abort(GroupAbortedError(reason), "")
+        self.link.abort_because(reason)

@@ -19,8 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
-from torchdist_ref.calls import Call
+from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.calls import IN_PLACE, Call
 from torchdist_ref.errors import UnsupportedError
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 

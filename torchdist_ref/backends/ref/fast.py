@@ -39,7 +39,15 @@ from torch import Tensor
 from torchdist_ref.backends.ref.contiguous import copy_from_host, copy_to_host
 from torchdist_ref.backends.ref.handshake import Handshake, SomeUnregisteredError
 from torchdist_ref.backends.ref.one_gpu import DeviceBuffers, device_path
-from torchdist_ref.backends.ref.plan import Pairs, Plan, exchange_of_sizes, executor_name, with_sizes
+from torchdist_ref.backends.ref.plan import (
+    EXECUTOR_VARIABLE,
+    Pairs,
+    Plan,
+    Planner,
+    exchange_of_sizes,
+    executor_name,
+    with_sizes,
+)
 from torchdist_ref.backends.ref.steps import Operand, Part, Step, StepMaker
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, memory_of_ranks, registered_path
 from torchdist_ref.calls import Number
@@ -265,13 +273,23 @@ def _through_host(plan: Plan, run: Run) -> Run:
     return through_host
 
 
-def executor_for(link: Link, environment: str) -> FastExecutor | ReferenceExecutor:
-    """Return the executor that a value of ``TORCHDIST_REF_EXECUTOR`` asks for; see `plan.executor_name`."""
-    if executor_name(environment) == FastExecutor.name:
-        return FastExecutor(link)
+SETTINGS = (EXECUTOR_VARIABLE, "TORCHDIST_REF_ALGORITHM")
+"""Environment variables that choose the executor and the algorithms."""
+
+
+def prepared(link: Link, executor: str, algorithms: str) -> tuple[FastExecutor | ReferenceExecutor, Planner]:
+    """Return the executor of a link and the maker of its plans, as values of the two `SETTINGS` ask for.
+
+    Raises:
+        ArgumentError: No executor or no algorithm has such a name.
+    """
+    name = executor_name(executor)
+    planner = Planner(link, name, algorithms)
+    if name == FastExecutor.name:
+        return FastExecutor(link), planner
     from torchdist_ref.backends.ref.execute import ReferenceExecutor
 
-    return ReferenceExecutor(link)
+    return ReferenceExecutor(link), planner
 
 
 # ---- staged rounds

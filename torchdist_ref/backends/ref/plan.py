@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import RowBlocks, operand_kind, refuse_unsupported
+from torchdist_ref.backends.operands import RowBlocks, operand_kind, refuse_unsupported
 from torchdist_ref.backends.reductions import QUANTIZED, reduction
-from torchdist_ref.calls import Call, Shape, fingerprint, signature
+from torchdist_ref.calls import IN_PLACE, Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.recorder import Operands
 from torchdist_ref.schedules import catalogue
@@ -35,7 +35,6 @@ from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ZERO_COPY_BITS, Announcement
 
-IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
 # Slots begin at multiples of so many bytes in a staging buffer.
 ALIGNMENT = 64
 Pairs = tuple[tuple[int, ...], ...]
@@ -46,7 +45,7 @@ class Sizes:
     """Number of elements of every slot of one call, on every rank.
 
     ``data`` is the call's tensor in equal chunks (the last may be shorter or empty); ``in`` and ``out`` are its
-    lists, a block per index, or one tensor with all blocks in a row (`base.RowBlocks`); ``tmp`` is scratch memory.
+    lists, a block per index, or one tensor with all blocks in a row (`operands.RowBlocks`); ``tmp`` is scratch memory.
 
     Attributes:
         op: The operation.
@@ -318,7 +317,7 @@ Lists = tuple[Sequence[Tensor], Sequence[Tensor]]
 _BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
 
 EXECUTORS = ("fast", "reference")
-EXECUTOR_VARIABLE, ALGORITHM_VARIABLE = "TORCHDIST_REF_EXECUTOR", "TORCHDIST_REF_ALGORITHM"
+EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
 REFERENCE_BIT = 4
 
 
@@ -363,7 +362,7 @@ class Planner:
 
         Args:
             call: The operation.
-            tensors: The operands that the plan will run on (`base.flat_operands`).
+            tensors: The operands that the plan will run on (`operands.flat_operands`).
             inputs: Number of operands that are inputs only.
             lists: The inputs and the outputs, block by block.
 

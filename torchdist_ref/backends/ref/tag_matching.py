@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import PLAIN_TYPES
+from torchdist_ref.backends.operands import PLAIN_TYPES
 from torchdist_ref.backends.ref.contiguous import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recv, Send, fingerprint

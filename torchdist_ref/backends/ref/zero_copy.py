@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, with_schedule
+from torchdist_ref.backends.ref.plan import Plan, with_schedule
 from torchdist_ref.backends.ref.steps import Part, Step, StepMaker
+from torchdist_ref.calls import IN_PLACE
 from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot

@@ -16,11 +16,11 @@ from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref_in_torch.members import members_met
 from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup, refuse_in_forked_child
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
-from torchdist_ref.debug.flight_recorder import answer_requests, register
-from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
+from torchdist_ref.debug.flight_recorder import answer_requests
 from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.processes.program_end import leave_at_end
+from torchdist_ref.recorder import RecordedGroup, StoreCall, StoreCalls, include
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.timeouts import from_torch
 
@@ -51,7 +51,7 @@ def create(torchs_options: Any) -> RefProcessGroup:
                 sealed = keys.complete(watch.store, seconds, values)
                 membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
                 backend = Ref(membership)
-                register(backend.recorder, membership, "ref")
+                include(backend.recorder, RecordedGroup(name, "ref", members, o.group_rank, seconds, sealed.prefix))
                 group = RefProcessGroup(backend, members, sealed, store_calls)
                 leave_at_end(group)
                 return group

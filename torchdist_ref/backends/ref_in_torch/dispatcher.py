@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.library import Library, get_kernel
 
-from torchdist_ref.backends.base import RowBlocks, flat_operands
+from torchdist_ref.backends.operands import RowBlocks, flat_operands
 from torchdist_ref.backends.ref_in_torch.work import hide_from_compilers
 from torchdist_ref.calls import (
     AllGather,

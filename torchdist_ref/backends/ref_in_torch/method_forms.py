@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, device
 
-from torchdist_ref.backends.base import RowBlocks, unwrapped
+from torchdist_ref.backends.operands import RowBlocks, unwrapped
 from torchdist_ref.backends.ref_in_torch.dispatcher import METHODS, Method, dispatch
 from torchdist_ref.backends.ref_in_torch.work import MethodArgumentError
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank

@@ -23,9 +23,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from operator import index
+from functools import cached_property
+from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakSet, finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as c10d
@@ -34,12 +35,18 @@ from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import (
     Backend,
+    InheritedBackend,
+    MissingBackend,
+    UnusableBackend,
+    close_all,
+    never_release,
+)
+from torchdist_ref.backends.operands import (
     Request,
     RowBlocks,
     are_apart,
     check_distinct_outputs,
     check_writable,
-    close_all,
     flat_operands,
     refuse_unsupported,
     without_overlap,
@@ -69,7 +76,6 @@ from torchdist_ref.backends.ref_in_torch.work import (
     require_dense_cpu,
     with_local_step,
 )
-from torchdist_ref.backends.unusable import InheritedBackend, MissingBackend, UnusableBackend, never_release
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -103,8 +109,7 @@ from torchdist_ref.torch_internals import torch_private
 if TYPE_CHECKING:
     from torchdist_ref.backends.hooked import HookedBackend, PostHookArgs, PreHookArgs
     from torchdist_ref.backends.ref import Ref
-    from torchdist_ref.debug.store_calls import StoreCalls
-    from torchdist_ref.recorder import Recorder
+    from torchdist_ref.recorder import Recorder, StoreCalls
     from torchdist_ref.stores import Store
 
 Tensors = Sequence[Tensor]
@@ -163,7 +168,6 @@ class CallsFromTorch(c10d.ProcessGroup):
     Args:
         rank: Group rank of this rank.
         size: Number of ranks.
-        name: Name of the group.
 
     Attributes:
         backend: The backend that runs the calls; a `MissingBackend` until the group's maker sets it.
@@ -174,17 +178,17 @@ class CallsFromTorch(c10d.ProcessGroup):
     backend: Backend = MissingBackend()
     members: tuple[int, ...]
     store: Store
+    _name = _description = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Exclude the methods of a subclass from torch's compiler too."""
         super().__init_subclass__(**kwargs)
         hide_from_compilers(cls)
 
-    def __init__(self, rank: int, size: int, name: str) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._name = self._description = name
-        self._dropped: deque[RefWork] = deque(maxlen=_DROPPED_WORKS)
-        _groups.add(self)
+    @cached_property
+    def _dropped(self) -> deque[RefWork]:
+        """The last Works of the group's callers in C++."""
+        return deque(maxlen=_DROPPED_WORKS)
 
     @property
     def recorder(self) -> Recorder:
@@ -251,8 +255,8 @@ class CallsFromTorch(c10d.ProcessGroup):
         check_type("setGroupDesc", "description", description, str, "a str")
         self._description = description
 
-    group_name = property(getGroupName, doc="Name of the group, unique among the groups of this process.")
-    group_desc = property(getGroupDesc, doc="Description of the group: the name that its creator chose.")
+    group_name = property(attrgetter("_name"), doc="Name of the group, unique among the groups of this process.")
+    group_desc = property(attrgetter("_description"), doc="Description of the group: the name that its creator chose.")
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def _get_sequence_number_for_group(self) -> int:
@@ -797,11 +801,12 @@ class CallsFromTorch(c10d.ProcessGroup):
         return self._submit(opts, (AllToAll(uneven=True), list(inputs), list(outputs)))
 
 
-_groups: WeakSet[CallsFromTorch] = WeakSet()
+with_backends: WeakSet[CallsFromTorch] = WeakSet()
+"""The groups of this process on backends of ours."""
 
 
 def _after_fork() -> None:
-    for group in list(_groups):
+    for group in list(with_backends):
         backend = group.backend
         if not isinstance(backend, UnusableBackend):
             never_release([backend])
@@ -842,11 +847,12 @@ class RefProcessGroup(CallsFromTorch):
     failure = ""
 
     def __init__(self, backend: Ref, members: Sequence[int], store: Store, store_calls: StoreCalls) -> None:
-        super().__init__(backend.link.rank, backend.link.size, "")
+        super().__init__(backend.link.rank, backend.link.size)  # type: ignore[call-arg]
         self.backend, self.store, self.store_calls = backend, store, store_calls
         self.members = tuple(members)
         self.timeout = backend.link.timeout
-        backend.serve(self)
+        backend.group = ref(self)
+        with_backends.add(self)
         self._on_end = [answer_requests()]
         _joined.add(self)
 
@@ -866,7 +872,7 @@ class RefProcessGroup(CallsFromTorch):
             wait_all_ranks: Accepted for compatibility with torch: every error names all missing ranks.
         """
         from torchdist_ref.debug.monitored import run_monitored_barrier
-        from torchdist_ref.debug.store_calls import StoreCall
+        from torchdist_ref.recorder import StoreCall
 
         operation, rank = "monitored_barrier", self.rank()
         others = [other for other in range(self.size()) if other != rank]

@@ -16,16 +16,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.backends.base import Backend, Membership, dispatched, flat_operands, operands_of
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.observers import dispatched
+from torchdist_ref.backends.operands import flat_operands, operands_of
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
-from torchdist_ref.backends.worker_threads import CallbackRunner
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -55,6 +56,9 @@ from torchdist_ref.recorder import END, Entry
 from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Work, refuse_inherited
+
+if TYPE_CHECKING:
+    from torchdist_ref.backends.worker_threads import CallbackRunner
 
 Tensors = Sequence[Tensor]
 # Records the end of a call, and returns the error that the caller gets.

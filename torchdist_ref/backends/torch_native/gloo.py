@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 from torch.nn.functional import pad
 
-from torchdist_ref.backends.base import Membership, flat_operands, refuse_unsupported
+from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.operands import flat_operands, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
 from torchdist_ref.backends.torch_native.stores import AddressStore

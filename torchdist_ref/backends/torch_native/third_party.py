@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Membership, dispatched, profiled
+from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.observers import dispatched, profiled
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
 from torchdist_ref.torch_internals import torch_private
