@@ -16,9 +16,6 @@ LITERAL = re.compile(rf"(?<![\w.`/-])\d[\d,.]*\s?(?:{UNITS}|{COUNTED})(?![\w/])"
 # Constants of the interface and texts of errors, which other tests hold: page and text.
 CONSTANTS = {
     ("explanation/stores_and_rendezvous.md", "5 s"),
-    ("explanation/stores_and_rendezvous.md", "0.2 ms"),
-    ("explanation/stores_and_rendezvous.md", "5 ms"),
-    ("explanation/stores_and_rendezvous.md", "50 ms"),
     ("explanation/agents.md", "0.3 seconds"),
     ("how-to/benchmark.md", "95 %"),
     ("how-to/benchmark.md", "1 times"),

@@ -9,7 +9,6 @@ import multiprocessing
 import socket
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -55,13 +54,11 @@ def torch_tcp(*arguments: Any, **options: Any) -> torch.distributed.TCPStore:
     return torch.distributed.TCPStore(*arguments, **options)
 
 
-def wait_until_delivered(client: socket.socket) -> None:
-    """Wait until the kernel has passed on all that was sent: a busy one does so later than it returns from the call."""
-    unacknowledged, deadline = array.array("i", [1]), time.monotonic() + 20
-    while unacknowledged[0]:
-        assert time.monotonic() < deadline
-        fcntl.ioctl(client, termios.TIOCOUTQ, unacknowledged)
-        time.sleep(0.0005 if unacknowledged[0] else 0)
+def undelivered(client: socket.socket) -> int:
+    """Return the bytes that the other end's kernel has not accepted: a busy one does that later than the call."""
+    unacknowledged = array.array("i", [0])
+    fcntl.ioctl(client, termios.TIOCOUTQ, unacknowledged)
+    return unacknowledged[0]
 
 
 class LossyRelay:

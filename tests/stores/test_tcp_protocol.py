@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.stores.tcp import protocol
-from torchdist_ref.stores.tcp.operations import NONCE_MARK, OPERATIONS, Op, Operation, recognized
+from torchdist_ref.stores.tcp.operations import (
+    MAX_KEY_BYTES,
+    MAX_VALUE_BYTES,
+    NONCE_MARK,
+    OPERATIONS,
+    Op,
+    Operation,
+    recognized,
+)
 from torchdist_ref.stores.tcp.protocol import (
     FRAMED,
     MAGIC,
-    MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_MESSAGE_BYTES,
-    MAX_VALUE_BYTES,
     REQUEST_HEADER,
     RESPONSE_HEADER,
     ManyValues,
@@ -34,8 +39,7 @@ from torchdist_ref.stores.tcp.protocol import (
     write_request,
     write_response,
 )
-from torchdist_ref.stores.tcp.requests import RequestHandler
-from torchdist_ref.stores.tcp.sessions import StoreClient
+from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 
 HANDSHAKE = bytes.fromhex("00cef7853c")
 
@@ -120,12 +124,9 @@ REQUEST = st.sampled_from(list(OPERATIONS.values())).flatmap(
 
 
 def read_all(decoder: RequestDecoder) -> Iterator[Request]:
-    """Yield the requests that have arrived, long ones too."""
-    while (request := decoder.next()) is not None or decoder.reading:
-        if request is not None:
-            yield request
-        elif (request := decoder.resume()) is not None:
-            yield request
+    """Yield the requests that have arrived."""
+    while (request := decoder.next()) is not None:
+        yield request
 
 
 @settings(deadline=None, max_examples=150)
@@ -133,13 +134,10 @@ def read_all(decoder: RequestDecoder) -> Iterator[Request]:
 def test_requests_split_anywhere_are_decoded(requests: list[Request], data: st.DataObject) -> None:
     stream = HANDSHAKE + b"".join(write_request(each.operation, *each.fields, number=each.number) for each in requests)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    decoder, found = RequestDecoder(), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol, "LONG_MESSAGE_BYTES", data.draw(st.sampled_from([40, protocol.LONG_MESSAGE_BYTES])))
-        patch.setattr(protocol, "ITEMS_PER_TURN", 2)
-        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-            decoder.feed(stream[start:end])
-            found += read_all(decoder)
+    decoder, found = RequestDecoder(), list[Request]()
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        decoder.feed(stream[start:end])
+        found += read_all(decoder)
     assert found == [Request(Op.VALIDATE, (MAGIC,)), *requests]
     assert decoder.held == 0
 
@@ -220,8 +218,10 @@ class RecordingClient(StoreClient):
         super().__init__()
         self.sent = b""
         self.disconnected = ""
+        self.on_send: Callable[[], Any] = lambda: None
 
     def send(self, pieces: Any) -> None:
+        self.on_send()
         for piece in pieces:
             self.sent += b"".join(piece.pieces()) if isinstance(piece, ManyValues) else piece
 
@@ -308,6 +308,45 @@ def test_a_wait_for_a_queue_leaves_its_value_to_the_next_pop() -> None:
     assert response_parts(popping.replies())[2].endswith(b"the value") and second.replies() == b""
     handler.handle(pusher, Request(Op.QUEUE_PUSH, (b"q", b"another")))
     assert response_parts(second.replies())[2].endswith(b"another") and handler.table.length(b"q") == 0
+
+
+def test_waiting_clients_run_in_order_and_before_the_next_request() -> None:
+    """The key that a change sets is there for all that wait for it, though the next request deletes it."""
+    handler, order = RequestHandler(), list[int]()
+    operations = [(Op.WAIT_GET, b"k"), (Op.WAIT, [b"k"]), (Op.WAIT_GET_ALL, [b"k"])]
+    waiting = [validated(handler) for _ in range(30)]
+    for number, client in enumerate(waiting):
+        operation, keys = operations[number % 3]
+        handler.handle(client, Request(operation, (keys,)))
+        client.on_send = lambda number=number: order.append(number)  # type: ignore[misc]
+    setter = validated(handler)
+    handler.handle(setter, Request(Op.SET, (b"k", b"value")))
+    handler.handle(setter, Request(Op.DELETE_KEY, (b"k",)))
+    value = b"".join(write("r", [b"value"]))
+    expected = [value, b"\0", (1).to_bytes(8, "little") + value]
+    assert [client.replies() for client in waiting] == [expected[number % 3] for number in range(30)]
+    assert order == list(range(30)) and not handler.pending
+
+
+def test_a_client_that_is_disconnected_by_a_wake_up_does_not_disturb_the_others() -> None:
+    handler = RequestHandler()
+    first, second, third = (validated(handler) for _ in range(3))
+    for client in (first, second, third):
+        handler.handle(client, Request(Op.WAIT, ([b"k"],)))
+    first.on_send = lambda: handler.remove(second)
+    handler.handle(validated(handler), Request(Op.SET, (b"k", b"1")))
+    assert (first.sent, second.sent, third.sent) == (b"\0", b"", b"\0") and not handler.pending
+
+
+def test_a_barrier_counts_each_caller_once() -> None:
+    handler = RequestHandler()
+    named, unnamed, last = validated(handler, b"me"), validated(handler), validated(handler)
+    handler.handle(named, Request(Op.BARRIER, (b"b", 3), 1))
+    handler.handle(unnamed, Request(Op.BARRIER, (b"b", 3)))
+    assert not named.sent and not unnamed.sent
+    handler.handle(last, Request(Op.BARRIER, (b"b", 3)))
+    assert (unnamed.sent, last.sent, handler.table.values[b"b"]) == (b"\0", b"\0", b"3")
+    assert response_parts(named.replies()) == (1, Status.DONE, b"")
 
 
 @pytest.mark.parametrize(

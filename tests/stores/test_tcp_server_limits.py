@@ -1,50 +1,40 @@
-"""Limits of the store's server beyond single requests: releases, wake-ups, unread replies, idle clients, sessions.
+"""Limits of the store's server on its clients' buffers, time, number and descriptors, and failures inside the server.
 
-Steps and bytes are counted on the thread of the test, so nothing depends on a clock.
+The server's loop runs on the thread of the test, one round at a time, with a clock of the test.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import random
 import select
 import socket
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.stores.store_helpers import wait_until_delivered
-from tests.stores.test_tcp_bounds import really_used
-from tests.stores.test_tcp_protocol import RecordingClient, response_parts, validated
+from tests.stores.store_helpers import undelivered
+from tests.stores.test_tcp_bounds import really_used, with_budget
+from tests.stores.test_tcp_protocol import response_parts, validated
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores import hash as hash_module
-from torchdist_ref.stores import sockets
-from torchdist_ref.stores.hash import KEYS_IN_PART, MAX_NUMBER_BYTES, Table
-from torchdist_ref.stores.tcp import releases, server, sessions
-from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS
-from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
-from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_VALUE_BYTES, ProtocolError, Request, Status, write_request
-from torchdist_ref.stores.tcp.requests import RequestHandler
+from torchdist_ref.stores.hash import MAX_NUMBER_BYTES, StoreFullError, Table
+from torchdist_ref.stores.tcp import server
+from torchdist_ref.stores.tcp.operations import MAX_VALUE_BYTES, Op
+from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_KEYS, Request, Status, write_request
+from torchdist_ref.stores.tcp.requests import RECONNECT_SECONDS, SESSION_OVERHEAD_BYTES, RequestHandler
 from torchdist_ref.timeouts import Deadline
 
 HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
+GREETING = write_request(Op.PING, 7)
 MIB = 2**20
 
 
-def finish(handler: RequestHandler) -> int:
-    """Do all work that is done in turns; return their number."""
-    turns = 0
-    while handler.busy:
-        handler.take_turn()
-        turns += 1
-    return turns
-
-
-# Steps
+# Counters
 
 
 def test_a_long_value_is_no_counter_and_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,66 +65,56 @@ def test_a_change_of_a_counter_is_parsed_once_for_all_that_wait_for_it(monkeypat
     assert parsed == [b"n"]
 
 
-def long_waiters(handler: RequestHandler, count: int) -> list[RecordingClient]:
-    """Clients that wait for one missing key among many that exist."""
-    setter = validated(handler)
-    names = [b"k%d" % number for number in range(MAX_FILED + 1)]
-    handler.handle(setter, Request(Op.MULTI_SET, ([(name, b"") for name in names],)))
-    waiters = [validated(handler, b"waiter %d" % number) for number in range(count)]
-    for waiter in waiters:
-        handler.handle(waiter, Request(Op.WAIT, ([*names, b"last"],), 1))
-    return waiters
+# The loop on the thread of the test
 
 
-def test_long_requests_that_one_change_wakes_are_answered_in_turns() -> None:
-    """Once 36 clients that waited for 131072 keys each were answered in one step of 1.2 s."""
-    handler = RequestHandler()
-    waiters, brief, setter = long_waiters(handler, 5), validated(handler, b"brief"), validated(handler)
-    handler.handle(brief, Request(Op.WAIT_GET, (b"last",), 1))
-    handler.handle(setter, Request(Op.SET, (b"last", b"x")))
-    assert response_parts(brief.replies())[1] == Status.DONE, "others cannot delete the key before"
-    assert not any(waiter.sent for waiter in waiters)
-    for turn in range(5):
-        handler.take_turn()
-        assert [bool(waiter.sent) for waiter in waiters] == [number <= turn for number in range(5)]
-    assert not handler.busy and handler.memory.used == really_used(handler)
+class Clock:
+    """Clock that stands still until the test moves it."""
 
+    def __init__(self) -> None:
+        self.now = 1000.0
 
-def test_a_request_that_is_ready_is_answered_before_it_is_canceled_and_forgotten_with_its_client() -> None:
-    handler = RequestHandler()
-    first, second, third = long_waiters(handler, 3)
-    handler.handle(validated(handler), Request(Op.SET, (b"last", b"x")))
-    handler.handle(second, Request(Op.CANCEL_WAIT, ()))
-    assert response_parts(second.replies())[:2] == (1, Status.DONE)
-    handler.remove(third)
-    assert finish(handler) == 1 and response_parts(first.replies())[1] == Status.DONE and third.sent == b""
-    assert handler.memory.used == really_used(handler)
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-def loop() -> Iterator[server.ServerLoop]:
-    made = server.ServerLoop(sockets.listen("127.0.0.1", 0, Deadline(20)))
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loop(clock: Clock) -> Iterator[server.ServerLoop]:
+    made = server.ServerLoop([listen(), listen()], clock)
     yield made
     made.close_copies()
 
 
-def dial(loop: server.ServerLoop, data: bytes = b"", receive_bytes: int = 0) -> socket.socket:
+def listen() -> socket.socket:
+    return sockets.listen("127.0.0.1", 0, Deadline(20))[0]
+
+
+def dial(loop: server.ServerLoop, data: bytes = b"", receive_bytes: int = 0, first: bytes = HANDSHAKE) -> socket.socket:
     """Connect a client that has sent some bytes; the server has handled them."""
     client = socket.socket()
     if receive_bytes:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    client.connect(loop.listeners.sockets[0].getsockname())
-    client.sendall(HANDSHAKE + data)
-    wait_until_delivered(client)
-    client.setblocking(False)
-    for _ in range(3):
-        turn(loop)
+    client.connect(next(iter(loop.acceptor.listeners.values())).getsockname())
+    deliver(loop, client, first + data)
     return client
 
 
-def turn(loop: server.ServerLoop) -> None:
-    loop._serve_all(loop._poller.poll(0))
-    loop._check_limits(idle=False)
+def deliver(loop: server.ServerLoop, client: socket.socket, data: bytes) -> None:
+    """Send bytes, which the server has read afterward, unless it has disconnected the client."""
+    left = memoryview(data)
+    client.setblocking(False)
+    with contextlib.suppress(ConnectionError):
+        while left or undelivered(client):
+            with contextlib.suppress(BlockingIOError):
+                left = left[client.send(left) :] if left else left
+            loop.run_round(wait=False)
+    for _ in range(3):
+        loop.run_round(wait=False)
 
 
 def receive(client: socket.socket) -> bytes:
@@ -162,240 +142,135 @@ def becomes_closed(client: socket.socket) -> bool:
     return True
 
 
-def test_requests_that_arrive_together_end_with_the_turn(
-    loop: server.ServerLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once 64 KiB of requests were handled in one turn, whatever they cost."""
-    now, handled, handle, total = SimpleNamespace(seconds=0.0), list[bytes](), RequestHandler.handle, 100
-
-    def timed(handler: RequestHandler, client: RecordingClient, request: Request) -> None:
-        now.seconds += SERVICE_SECONDS / 5
-        if request.operation is Op.APPEND:
-            handled.append(request.fields[1])
-        handle(handler, client, request)
-
-    clients = [dial(loop) for _ in range(2)]
-    monkeypatch.setattr(server, "monotonic", lambda: now.seconds)
-    monkeypatch.setattr(RequestHandler, "handle", timed)
-    clients[0].sendall(b"".join(write_request(Op.APPEND, b"/k", b"%03d" % number) for number in range(total)))
-    wait_until_delivered(clients[0])
-    turns = 0
-    while len(handled) < total:
-        before = len(handled)
-        clients[1].sendall(write_request(Op.PING, turns))
-        wait_until_delivered(clients[1])
-        turn(loop)
-        assert (0 <= len(handled) - before <= 6 and loop._poll_timeout() == 0.0) or len(handled) == total
-        turns += 1
-        assert turns <= total, "the requests that are left wait for no event"
-        assert receive(clients[1]), "others are served in each turn"
-    assert turns >= total / 6 and handled == [b"%03d" % number for number in range(total)]
-    turn(loop)
-    assert not loop._unprocessed and not any(each.unprocessed for each in loop.connections.values())
+def close(*clients: socket.socket) -> None:
     for client in clients:
         client.close()
 
 
-# Releases
-
-DELETED_IN_TURN = releases.PARTS_IN_TURN * KEYS_IN_PART
+# Buffers
 
 
-def releasing(prefix: bytes = b"big") -> tuple[RequestHandler, RecordingClient]:
-    """A handler that deletes many keys, and the client that waits for that."""
-    handler = RequestHandler()
-    client = validated(handler, b"releaser")
-    pairs = [(prefix + b"/%d" % number, b"") for number in range(3 * DELETED_IN_TURN)]
-    handler.handle(client, Request(Op.MULTI_SET, (pairs,), 1))
-    return handler, client
+def test_a_client_that_is_not_validated_holds_no_more_than_its_greeting(loop: server.ServerLoop) -> None:
+    before = loop.handler.memory.used
+    silent = [dial(loop, first=HANDSHAKE[: number % 5]) for number in range(20)]
+    assert loop.handler.memory.used - before == 4 * (0 + 1 + 2 + 3 + 4)
+    large = dial(loop, first=write_request(Op.SET, b"/k", bytes(1000)))
+    assert becomes_closed(large) and len(loop.clients) == len(silent)
+    close(large, *silent)
 
 
-def test_a_release_during_another_deletes_the_keys_of_its_own_step() -> None:
-    """Once it deleted also what was set until its turn came, such as the next generation's keys and count."""
-    handler, first = releasing()
-    last, other = validated(handler, b"last"), validated(handler)
-    handler.handle(other, Request(Op.MULTI_SET, ([(b"g/a", b"old"), (b"g/b", b"old"), (b"g/count", b"7")],)))
-    handler.handle(other, Request(Op.QUEUE_PUSH, (b"g/queue", b"old")))
-    handler.handle(first, Request(Op.RELEASE, (b"big", 1), 2))
-    handler.handle(last, Request(Op.RELEASE, (b"g", 1), 1))
-    assert last.sent == b"" and handler.busy
-    for request, reply in (
-        (Request(Op.CHECK, ([b"g/b"],)), b"\1"),
-        (Request(Op.QUEUE_LEN, (b"g/queue",)), bytes(8)),
-        (Request(Op.QUEUE_PUSH, (b"g/queue", b"new")), b""),
-        (Request(Op.SET, (b"g/a", b"new")), b""),
-        (Request(Op.SET, (b"g/new", b"new")), b""),
-        (Request(Op.ADD, (b"g/count", 1)), (1).to_bytes(8, "little")),
-    ):
-        other.replies()
-        handler.handle(other, request)
-        assert other.replies() == reply, request
-    next_generation = validated(handler, b"next")
-    handler.handle(next_generation, Request(Op.RELEASE, (b"g", 2), 1))
-    assert response_parts(next_generation.replies()) == (1, Status.DONE, b"\0")
-    assert handler.memory.used == really_used(handler)
-    finish(handler)
-    assert response_parts(last.replies()) == (1, Status.DONE, b"\1")
-    assert set(handler.table.values) == {b"g/a", b"g/new", b"g/count", b"g/released"}
-    assert list(handler.table.queues[b"g/queue"]) == [b"new"] and handler.memory.used == really_used(handler)
+def test_requests_that_have_not_arrived_whole_count_in_the_budget(loop: server.ServerLoop) -> None:
+    """Those that have not moved for the longest time are given up for others, and all memory comes back."""
+    memory, part = loop.handler.memory, write_request(Op.SET, b"/part", bytes(7 * MIB))[:50_000]
+    memory.limit = 500_000
+    clients = [dial(loop, part) for _ in range(30)]
+    assert 400_000 < memory.used <= 500_000
+    gone = [is_closed(each) for each in clients]
+    assert gone == sorted(gone, reverse=True) and 8 <= gone.count(False) <= 10, "the oldest are gone"
+    honest = dial(loop, write_request(Op.SET, b"/k", bytes(400_000)) + GREETING)
+    assert receive(honest) == GREETING[1:] and len(loop.handler.table.values[b"/k"]) == 400_000
+    close(honest, *clients)
+    for _ in range(3):
+        loop.run_round(wait=False)
+    assert not loop.clients and memory.used == really_used(loop.handler)
 
 
-def test_many_releases_cost_one_look_through_all_keys_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once each looked through all keys, and stayed after its client had gone."""
-    handler, first = releasing()
-    looks, delete_in_parts = list[Any](), Table.delete_in_parts
-    monkeypatch.setattr(
-        Table, "delete_in_parts", lambda table, *rest: (looks.append(rest), delete_in_parts(table, *rest))[1]
-    )
-    before = handler.memory.used
-    handler.handle(first, Request(Op.RELEASE, (b"big", 1), 2))
-    for number in range(releases.MAX_PREFIXES + 100):
-        client = validated(handler)
-        handler.handle(client, Request(Op.RELEASE, (b"none %d" % number, 1)))
-        handler.remove(client)
-    assert handler.memory.used == really_used(handler) > before - handler.memory.budget
-    assert len(handler.releases.batches[1].prefixes) == releases.MAX_PREFIXES and not handler._queued_releases
-    finish(handler)
-    assert len(looks) == 2 and not handler.table.values and handler.memory.used == really_used(handler) < 2000
+def test_a_long_request_arrives_in_many_parts_and_others_are_answered_between(loop: server.ServerLoop) -> None:
+    keys = [b"/%06d" % number for number in range(MAX_KEYS)]
+    request = memoryview(write_request(Op.MULTI_SET, [(key, b"") for key in keys]))
+    long, brief = dial(loop), dial(loop)
+    answers = 0
+    while b"/000000" not in loop.handler.table.values:
+        with contextlib.suppress(BlockingIOError):
+            request = request[long.send(request) :] if request else request
+        deliver(loop, brief, write_request(Op.ADD, b"/n", 1))
+        answers += 1
+        assert receive(brief) == answers.to_bytes(8, "little")
+    assert len(loop.handler.table.values) == MAX_KEYS + 1 and answers > 10
+    close(long, brief)
 
 
-def test_a_release_of_keys_that_another_release_deletes_waits_and_takes_no_effect_before() -> None:
-    handler, first = releasing()
-    second, gone = validated(handler, b"second"), validated(handler, b"gone")
-    first.replies()
-    handler.handle(first, Request(Op.RELEASE, (b"big", 1), 2))
-    handler.handle(second, Request(Op.SET, (b"big/later", b"x"), 1))
-    second.replies()
-    before = handler.memory.used
-    for client in (second, gone):
-        handler.handle(client, Request(Op.RELEASE, (b"big", 1), 2))
-    assert second.pending is not None and handler.memory.used == before + 2 * len(b"big") + (
-        len(b"big/released") + sessions.AWAITED_OVERHEAD_BYTES
-    )
-    handler.remove(gone)
-    assert handler.table.values[b"big/later"] == b"x" and list(handler._queued_releases) == [second.pending]
-    finish(handler)
-    assert not handler.table.values and gone.sent == b"" and handler.memory.used == really_used(handler)
-    assert [response_parts(each.replies())[::2] for each in (first, second)] == [(2, b"\1")] * 2
-
-
-def test_a_release_cannot_be_canceled() -> None:
-    handler, client = releasing()
-    handler.handle(client, Request(Op.RELEASE, (b"big", 1), 2))
-    with pytest.raises(ProtocolError, match="cannot be canceled"):
-        handler.handle(client, Request(Op.CANCEL_WAIT, ()))
-    handler.remove(client)
-    assert finish(handler) and not handler.table.values
-
-
-def test_random_requests_see_releases_as_if_they_took_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model runs each request at once, on a table of its own."""
-    monkeypatch.setattr(hash_module, "KEYS_IN_PART", 2)
-    monkeypatch.setattr(releases, "PARTS_IN_TURN", 1)
-    handler, model, generator = RequestHandler(), Table(), random.Random(5)
-    client, released = validated(handler), 0
-    prefixes = (b"a", b"a/b", b"b", b"", b"aa")
-    for step in range(6000):
-        key = generator.choice(prefixes) + b"/%d" % generator.randrange(6)
-        fields = {Op.SET: (key, b"%d" % step), Op.ADD: (key + b"n", 1), Op.QUEUE_PUSH: (key, b"%d" % step)}
-        fields |= {Op.GET: (key,), Op.CHECK: ([key, key + b"n"],), Op.QUEUE_POP: (key,), Op.DELETE_KEY: (key,)}
-        fields |= {Op.APPEND: (key, b"+"), Op.COMPARE_SET: (key, b"", b"x"), Op.MULTI_GET: ([key, b"a/1"],)}
-        fields |= {Op.MULTI_SET: ([(key, b"m"), (b"b/2", b"m")],)}
-        operation = generator.choice(list(fields))
-        if generator.random() < 0.05:
-            other, prefix = validated(handler, b"user %d" % step), generator.choice(prefixes)
-            users = generator.choice([1, 1, 2])
-            if not (handler.releases.accepts(prefix) or model.number(prefix + b"/released") + 1 < users):
-                continue
-            handler.handle(other, Request(Op.RELEASE, (prefix, users), 1))
-            released += model.release(prefix, users)
-        else:
-            assert operation.execute is not None
-            expected = RecordingClient()
-            handler.handle(client, Request(operation, fields[operation]))
-            reply = client.replies()
-            handler._respond(
-                expected, Request(operation, fields[operation]), operation.execute(model, *fields[operation])
-            )
-            assert reply == expected.sent, (step, operation.name, fields[operation])
-        if generator.random() < 0.3 and handler.busy:
-            handler.take_turn()
-        assert handler.memory.used == really_used(handler)
-    finish(handler)
-    assert handler.table.values == model.values and handler.table.queues == model.queues and released > 50
-
-
-# Replies that are not read, and responses that are kept
+def test_a_long_reply_is_sent_in_parts_and_then_the_next_request_runs(loop: server.ServerLoop) -> None:
+    value = bytes(range(256)) * (16 * 4096)
+    loop.handler.table.values[b"/large"] = value
+    reader = dial(loop, write_request(Op.GET, b"/large") + write_request(Op.ADD, b"/read", 1), receive_bytes=4096)
+    other, received = dial(loop), bytearray()
+    assert b"/read" not in loop.handler.table.values, "its requests wait until it has read the reply"
+    for number in range(1, 10_000):
+        deliver(loop, other, write_request(Op.ADD, b"/n", 1))
+        assert receive(other) == number.to_bytes(8, "little")
+        with contextlib.suppress(BlockingIOError):
+            while data := reader.recv(MIB):
+                received += data
+        if len(received) == 8 + len(value) + 8:
+            break
+    assert received[8:-8] == value and number > 5 and loop.handler.table.values[b"/read"] == b"1"
+    close(reader, other)
 
 
 def test_replies_that_nobody_reads_do_not_fill_the_store(loop: server.ServerLoop) -> None:
     """Once one reply of 8 GB, of the same value a thousand times, let the store refuse the requests of all others."""
     handler = loop.handler
-    handler.memory.budget = 20 * MIB
-    handler.memory.run(Op.SET, (b"/k", bytes(MIB)))
+    handler.memory.limit = 20 * MIB
+    handler.table.set(b"/k", bytes(MIB))
     greedy = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 100), receive_bytes=4096)
-    assert handler.memory.used > handler.memory.budget
+    assert handler.memory.used > handler.memory.limit
     honest = dial(loop, write_request(Op.SET, b"/a", b"b") + write_request(Op.ADD, b"/n", 3))
     assert receive(honest) == (3).to_bytes(8, "little") and handler.table.values[b"/a"] == b"b"
-    assert becomes_closed(greedy) and len(loop.connections) == 1 and loop._unsent == 0
+    assert becomes_closed(greedy) and len(loop.clients) == 1 and handler.memory.used == really_used(handler)
     slow = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 4), receive_bytes=4096)
-    with pytest.raises(ArgumentError, match="the store is full"):
-        handler.memory.run(Op.SET, (b"/too large", bytes(20 * MIB)))
-    assert len(loop.connections) == 2, "nobody is disconnected for what does not fit anyway"
-    for client in (greedy, honest, slow):
-        client.close()
+    with pytest.raises(StoreFullError):
+        handler.table.set(b"/too large", bytes(20 * MIB))
+    assert len(loop.clients) == 2, "nobody is disconnected for what does not fit anyway"
+    close(greedy, honest, slow)
 
 
 def test_clients_that_do_not_read_are_disconnected_when_the_budget_is_used_up(loop: server.ServerLoop) -> None:
     """Once 60 clients held 504 MiB of values that had been replaced meanwhile."""
     size, handler = 6 * MIB, loop.handler
-    handler.memory.budget = 20 * MIB
+    handler.memory.limit = 20 * MIB
     clients, held = [], []
     for number in range(6):
-        handler.memory.run(Op.SET, (b"/k", bytes([number]) * size))
+        handler.table.set(b"/k", bytes([number]) * size)
         clients.append(dial(loop, write_request(Op.GET, b"/k"), receive_bytes=4096))
-        held.append(sum(each.unsent for each in loop.connections.values()))
-        assert handler.memory.used <= handler.memory.budget and loop._unsent == held[-1]
-    assert 6 * MIB < max(held) <= 20 * MIB and len(loop.connections) == 2
+        held.append(sum(each.unsent for each in loop.clients.values()))
+        assert handler.memory.used == really_used(handler) + held[-1] <= handler.memory.limit
+    assert 6 * MIB < max(held) <= 20 * MIB and len(loop.clients) == 2
     reader, received = clients[-1], bytearray()
     while len(received) < size + 8:
-        turn(loop)
-        try:
+        loop.run_round(wait=False)
+        with contextlib.suppress(BlockingIOError):
             received += reader.recv(MIB)
-        except BlockingIOError:
-            continue
-    assert received.endswith(bytes([5]) * 100) and not loop.connections[max(loop.connections)].unsent
-    for client in clients:
-        client.close()
+    assert received.endswith(bytes([5]) * 100) and not loop.clients[max(loop.clients)].unsent
+    close(*clients)
     for _ in range(3):
-        turn(loop)
-    assert not loop.connections and loop._unsent == 0 and not loop._readers
+        loop.run_round(wait=False)
+    assert not loop.clients and handler.memory.used == really_used(handler)
 
 
-def test_kept_responses_of_connected_clients_are_bounded_and_a_dropped_one_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
+# Idle clients, time and descriptors
+
+
+def test_clients_that_do_not_introduce_themselves_are_disconnected_in_time(
+    loop: server.ServerLoop, clock: Clock
 ) -> None:
-    """Once each connected client could keep 8 MiB."""
-    monkeypatch.setattr(sessions, "KEPT_RESPONSE_BYTES", 10 * MIB)
-    handler = RequestHandler()
-    clients = [validated(handler, b"client %d" % number) for number in range(12)]
-    for number, client in enumerate(clients):
-        handler.handle(client, Request(Op.COMPARE_SET, (b"k%d" % number, b"", bytes(MIB)), 1))
-        client.replies()
-        assert handler.memory.used == really_used(handler) and handler.sessions._kept_bytes <= 10 * MIB
-    handler.table.values[b"k0"] = handler.table.values[b"k11"] = b"changed"
-    for client in (clients[0], clients[11]):
-        handler.handle(client, Request(Op.COMPARE_SET, (b"k0", b"", bytes(MIB)), 1))
-    number, status, text = response_parts(clients[0].replies())
-    assert (number, status) == (1, Status.REFUSED) and b"its response was dropped" in text
-    assert len(response_parts(clients[11].replies())[2]) > MIB and handler.table.values[b"k0"] == b"changed"
-    handler.handle(clients[0], Request(Op.COMPARE_SET, (b"k0", b"changed", b"new"), 2))
-    assert response_parts(clients[0].replies())[1] == Status.DONE and handler.table.values[b"k0"] == b"new"
-
-
-# Idle connections and descriptors
-
-GREETING = write_request(Op.PING, 7)
+    silent = [dial(loop, first=HANDSHAKE[:number]) for number in range(5)]
+    idle = dial(loop, GREETING)
+    assert receive(idle) == GREETING[1:]
+    clock.now += server.HANDSHAKE_SECONDS - 0.001
+    later = dial(loop, first=b"")
+    loop.run_round(wait=False)
+    assert len(loop.clients) == 7
+    clock.now += 0.002
+    # Nobody sends anything: the poller need not report a client.
+    loop.run_round(wait=False)
+    assert all(becomes_closed(each) for each in silent) and len(loop.clients) == 2
+    deliver(loop, later, HANDSHAKE + GREETING)
+    clock.now += 3 * server.HANDSHAKE_SECONDS
+    for each in (later, idle):
+        deliver(loop, each, GREETING)
+        assert receive(each), "a client that has introduced itself may be idle for any time"
+    close(later, idle, *silent)
 
 
 def test_clients_that_have_only_greeted_are_capped_and_others_stay(
@@ -405,17 +280,57 @@ def test_clients_that_have_only_greeted_are_capped_and_others_stay(
     user = dial(loop, GREETING + write_request(Op.SET, b"/k", b"v"))
     session = dial(loop, write_request(Op.HELLO, b"name"))
     waiter = dial(loop, write_request(Op.WAIT, [b"/missing"]))
-    silent = [dial(loop, GREETING) for _ in range(5)]
+    silent = [dial(loop, GREETING if number % 2 else b"", first=HANDSHAKE[: 5 * (number % 2)]) for number in range(5)]
     assert all(becomes_closed(each) for each in silent[:2]) and not any(is_closed(each) for each in silent[2:])
-    silent[2].sendall(write_request(Op.GET, b"/k"))
-    wait_until_delivered(silent[2])
-    turn(loop)
+    deliver(loop, silent[2], HANDSHAKE + write_request(Op.GET, b"/k"))
     silent += [dial(loop, GREETING) for _ in range(3)]
     assert [becomes_closed(each) for each in silent[3:5]] == [True, True]
     assert not any(is_closed(each) for each in (silent[2], *silent[5:]))
     assert not any(is_closed(each) for each in (user, session, waiter))
-    for each in (user, session, waiter, *silent):
-        each.close()
+    close(user, session, waiter, *silent)
+
+
+def test_a_will_is_executed_when_its_client_stays_away_and_the_server_is_idle(
+    loop: server.ServerLoop, clock: Clock
+) -> None:
+    """A busy server waits longer: the client may be among those whose requests it has not read."""
+    name = write_request(Op.HELLO, b"name")
+    will = write_request(Op.SET_ON_DISCONNECT, b"/gone", b"1", [(b"/now", b"2")], number=1)
+    values, other = loop.handler.table.values, dial(loop)
+    client = dial(loop, name + will)
+    assert values == {b"/now": b"2"}
+    client.close()
+    loop.run_round(wait=False)
+    clock.now += RECONNECT_SECONDS - 0.001
+    client = dial(loop, name)
+    clock.now += 10.0
+    loop.run_round(wait=False)
+    assert b"/gone" not in values, "it has connected again in time"
+    client.close()
+    loop.run_round(wait=False)
+    clock.now += RECONNECT_SECONDS + 0.001
+    other.sendall(GREETING)
+    while undelivered(other):
+        pass
+    loop.run_round(wait=False)
+    assert b"/gone" not in values, "the server is busy"
+    loop.run_round(wait=False)
+    assert values[b"/gone"] == b"1"
+    other.close()
+
+
+def test_a_busy_server_executes_wills_after_a_while(loop: server.ServerLoop, clock: Clock) -> None:
+    will = write_request(Op.SET_ON_DISCONNECT, b"/gone", b"1", [], number=1)
+    client, other = dial(loop, write_request(Op.HELLO, b"name") + will), dial(loop)
+    client.close()
+    loop.run_round(wait=False)
+    clock.now += RECONNECT_SECONDS + server.BUSY_SECONDS + 0.001
+    other.sendall(GREETING)
+    while undelivered(other):
+        pass
+    loop.run_round(wait=False)
+    assert loop.handler.table.values == {b"/gone": b"1"}
+    other.close()
 
 
 class WithoutDescriptors:
@@ -423,7 +338,7 @@ class WithoutDescriptors:
 
     def __init__(self, listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
         self._listener, self._left, self.fileno, self.close = listener, 0, listener.fileno, listener.close
-        self.getsockname, close = listener.getsockname, os.close
+        self.getsockname, self.family, close = listener.getsockname, listener.family, os.close
 
         def counting(descriptor: int) -> None:
             self._left += 1
@@ -443,35 +358,101 @@ def test_the_longest_idle_newcomer_gives_its_descriptor_and_others_turn_new_clie
 ) -> None:
     """Once 246 silent connections locked every new client out for ever."""
     user, *silent = [dial(loop, data) for data in (write_request(Op.SET, b"/k", b"v"), GREETING, GREETING)]
-    loop.listeners.sockets[0] = WithoutDescriptors(loop.listeners.sockets[0], monkeypatch)  # type: ignore[call-overload]
+    first, listener = next(iter(loop.acceptor.listeners.items()))
+    loop.acceptor.listeners[first] = WithoutDescriptors(listener, monkeypatch)  # type: ignore[assignment]
     new = [dial(loop)]
-    assert all(becomes_closed(each) for each in silent), "one for each turn"
+    assert all(becomes_closed(each) for each in silent), "one for each round"
     assert not is_closed(user)
     new += [dial(loop) for _ in range(2)]
     assert all(becomes_closed(each) for each in new), "each was accepted, and closed at once"
-    assert not is_closed(user) and loop.listeners._listening and loop.listeners._reserve is not None
+    assert not is_closed(user)
     assert caplog.text.count("cannot accept a connection") == 1
-    for each in (user, *silent, *new):
-        each.close()
+    close(user, *silent, *new)
+
+
+# Failures inside the server: only the client that is concerned is disconnected
+
+
+def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    poller, full = sockets.poller(), list[int]()
+
+    class FullPoller:
+        """Poller of a kernel that watches no further descriptor once it is full."""
+
+        modify, unregister, poll, close = poller.modify, poller.unregister, poller.poll, poller.close
+
+        def register(self, fd: int, eventmask: int) -> None:
+            if full:
+                raise OSError(errno.ENOSPC, "no space")
+            poller.register(fd, eventmask)
+
+    monkeypatch.setattr(server, "poller", FullPoller)
+    loop = server.ServerLoop([listen()])
+    first = dial(loop)
+    full.append(1)
+    second = dial(loop, GREETING)
+    assert becomes_closed(second) and len(loop.clients) == 1
+    deliver(loop, first, GREETING)
+    assert receive(first) == GREETING[1:]
+    close(first, second)
+    loop.close_copies()
+
+
+@pytest.mark.parametrize("place", [(RequestHandler, "handle"), (sockets.Acceptor, "accept")])
+def test_an_internal_error_does_not_end_the_thread(
+    place: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, name = place
+    real, failures = getattr(owner, name), list[int]()
+
+    def fail_once(*arguments: Any) -> Any:
+        if failures:
+            failures.pop()
+            raise RuntimeError("planted")
+        return real(*arguments)
+
+    monkeypatch.setattr(server, "ERROR_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(owner, name, fail_once)
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    store.set("k", "0")
+    failures.append(1)
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection(("127.0.0.1", store.port), timeout=20) as client,
+    ):
+        client.sendall(HANDSHAKE + GREETING)
+        client.recv(4)
+    store.set("k", "9")
+    other = TCPStore("127.0.0.1", store.port)
+    assert other.get("k") == b"9" and not failures and "internal error" in caplog.text
+    other.close()
+    store.close()
+
+
+def test_a_server_whose_thread_could_not_start_is_stopped() -> None:
+    """Once its end was a second error, about a thread that is joined before it has started."""
+    loop = server.ServerLoop([listen()])
+    loop.stop()
+    assert not loop.thread.is_alive()
+    loop.close_copies()
 
 
 # Sessions
 
 
-def test_a_session_outlives_thousands_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_outlives_thousands_of_others() -> None:
     """Once an ADD whose response was lost ran again after 4096 other clients had come and gone."""
-    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
     handler, request = RequestHandler(), Request(Op.ADD, (b"n", 1), 1)
     lost = validated(handler, b"lost")
     handler.handle(lost, request)
     handler.remove(lost)
-    for number in range(10):
-        for name, repeats in ((b"greets %d", 0), (b"adds %d", 1)):
+    for number in range(5000):
+        for name, repeats in ((b"greets %d", 0), (b"adds %d", number % 2)):
             client = validated(handler, name % number)
             for _ in range(repeats):
                 handler.handle(client, Request(Op.ADD, (b"other", 1), 1))
             handler.remove(client)
-    assert len(handler.sessions.sessions) == 11, "what nobody can need is dropped at once"
+    assert len(handler.sessions.sessions) == 2501, "what nobody can need is dropped at once"
     again = validated(handler, b"lost")
     handler.handle(again, request)
     assert int.from_bytes(response_parts(again.replies())[2], "little") == 1
@@ -479,12 +460,30 @@ def test_a_session_outlives_thousands_of_others(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sessions_of_clients_that_have_gone_use_a_quarter_of_the_budget() -> None:
-    handler = RequestHandler()
-    handler.memory.budget = 400_000
+    handler = with_budget(400_000)
     for number in range(300):
         client = validated(handler, b"client %03d" % number)
         handler.handle(client, Request(Op.ADD, (b"n", 1), 1))
         handler.remove(client)
     kept = list(handler.sessions.sessions)
-    assert 100 < len(kept) < 100_000 / sessions.SESSION_OVERHEAD_BYTES and kept[-1] == b"client 299"
+    assert 100 < len(kept) < 100_000 / SESSION_OVERHEAD_BYTES and kept[-1] == b"client 299"
     assert handler.memory.used == really_used(handler)
+
+
+def test_a_response_that_cannot_be_kept_is_an_error_when_its_request_is_repeated() -> None:
+    """Once each connected client could keep 8 MiB."""
+    handler = with_budget(40 * MIB)
+    clients = [validated(handler, b"client %d" % number) for number in range(12)]
+    for number, client in enumerate(clients):
+        handler.handle(client, Request(Op.COMPARE_SET, (b"k%d" % number, b"", bytes(MIB)), 1))
+        client.replies()
+        assert handler.memory.used == really_used(handler)
+    handler.table.values[b"k0"] = handler.table.values[b"k11"] = b"changed"
+    for client in (clients[0], clients[11]):
+        handler.handle(client, Request(Op.COMPARE_SET, (b"k0", b"", bytes(MIB)), 1))
+    assert len(response_parts(clients[0].replies())[2]) > MIB
+    number, status, text = response_parts(clients[11].replies())
+    assert (number, status) == (1, Status.REFUSED) and b"its response was dropped" in text
+    assert handler.table.values[b"k0"] == b"changed"
+    handler.handle(clients[11], Request(Op.COMPARE_SET, (b"k0", b"changed", b"new"), 2))
+    assert response_parts(clients[11].replies())[1] == Status.DONE and handler.table.values[b"k0"] == b"new"

@@ -174,9 +174,9 @@ class FileLog:
 
     def _apply(self, key: bytes, value: bytes) -> None:
         if key.startswith(b"-"):
-            self.table.values.pop(key[1:], None)
+            self.table.delete(key[1:])
         elif key.startswith(b"/") or key in (OPEN_COUNT, CLOSED_COUNT):
-            self.table.values[key] = value
+            self.table.set(key, value)
         else:
             self._forget()
             raise self._damaged(f"it has a record {key[:40]!r}")
@@ -343,7 +343,7 @@ class FileStore(Store):
 
     def set(self, key: Text, value: Text) -> None:
         name, data = _key("set", key), value_bytes("set", value)
-        self._change("set", [name], lambda table: table.values.__setitem__(name, data))
+        self._change("set", [name], lambda table: table.set(name, data))
 
     def get(self, key: Text) -> bytes:
         return self._get_all("get", [_key("get", key)])[0]
@@ -388,7 +388,7 @@ class FileStore(Store):
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = [(b"/" + key, value) for key, value in pair_list("multi_set", keys, values)]
         names = list(dict(pairs))
-        self._change("multi_set", names, lambda table: table.values.update(pairs))
+        self._change("multi_set", names, lambda table: table.set_all(pairs))
 
     def clone(self) -> FileStore:
         other = FileStore(self.path, self._world)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import filterfalse
-from typing import NamedTuple, TypeVar
+from itertools import compress, filterfalse, repeat
+from operator import is_
+from typing import TypeVar
 
 from torchdist_ref.errors import ArgumentError, QueueEmptyError, explain
 from torchdist_ref.stores.base import (
@@ -34,41 +36,47 @@ from torchdist_ref.timeouts import Deadline
 
 T = TypeVar("T")
 
-KEYS_IN_PART = 256
-"""Keys that a part of `Table.delete_in_parts` looks at, or values that it takes from a queue."""
 MAX_NUMBER_BYTES = 20
 """Longest text of a counter: that of the smallest 64-bit integer."""
+KEY_OVERHEAD_BYTES = 200
+"""Memory of a key or of a queued value besides its bytes."""
+QUEUE_OVERHEAD_BYTES = 800
+"""Memory of a queue besides its key and its values."""
 
-DetachedQueue = tuple[bytes, deque[bytes]]
-"""Queue that is no longer in the table, and its key."""
+
+class StoreFullError(Exception):
+    """A change needs more memory than the budget of the table has left. Nothing was changed."""
 
 
-class Deleted(NamedTuple):
-    """A part of a deletion.
+class MemoryBudget:
+    """Memory that a store uses, in bytes, and the most that it may use.
+
+    The table counts its keys, values and queues here before it changes them. A server adds what else its clients make
+    it hold, such as unread replies.
+
+    Args:
+        limit: largest `used`; without a limit by default.
 
     Attributes:
-        values: number of values, in queues too.
-        queues: number of queues.
-        nbytes: size of these values and of the keys, in bytes.
+        used: memory in use.
+        reclaim: function that tries to free memory until so many more bytes fit; None if there is nothing to free.
     """
 
-    values: int
-    queues: int
-    nbytes: int
+    def __init__(self, limit: int = sys.maxsize) -> None:
+        self.limit = limit
+        self.used = 0
+        self.reclaim: Callable[[int], None] | None = None
 
-
-def _take_part(queues: deque[DetachedQueue]) -> Deleted:
-    """Delete a part of the first of detached queues."""
-    key, queue = queues[0]
-    part = [queue.popleft() for _ in range(min(len(queue), KEYS_IN_PART))]
-    if not queue:
-        queues.popleft()
-    return Deleted(len(part), not queue, sum(map(len, part)) + (not queue) * len(key))
-
-
-def release_counter(prefix: bytes) -> bytes:
-    """Return the key under which `Store.release` counts the users of a prefix that have gone."""
-    return prefix + b"/" + RELEASED.encode()
+    def reserve(self, nbytes: int) -> None:
+        """Count so many more bytes, or fewer if negative. Raise `StoreFullError` if they do not fit."""
+        used = self.used + nbytes
+        if used > self.limit and nbytes > 0:
+            if self.reclaim is not None:
+                self.reclaim(nbytes)
+                used = self.used + nbytes
+            if used > self.limit:
+                raise StoreFullError
+        self.used = used
 
 
 class Table:
@@ -76,16 +84,19 @@ class Table:
 
     Args:
         slash: prefix that the store puts before keys of users, and that error messages leave out.
+        memory: budget that keys, values and queues count in. Each change that adds to them may raise `StoreFullError`.
 
     Attributes:
         values: values by key.
         queues: queues by key; none of them is empty.
+        memory: the budget.
     """
 
-    def __init__(self, slash: bytes = b"") -> None:
+    def __init__(self, slash: bytes = b"", memory: MemoryBudget | None = None) -> None:
         self._slash = slash
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
+        self.memory = memory or MemoryBudget()
 
     def absent(self, keys: Iterable[bytes]) -> Iterator[bytes]:
         """Return an iterator over the keys that do not exist, in order. It makes no call in Python for each."""
@@ -95,13 +106,30 @@ class Table:
         """Return the keys that do not exist, each once, in order."""
         return list(dict.fromkeys(self.absent(keys)))
 
+    def set(self, key: bytes, value: bytes) -> None:
+        """Set a value."""
+        former = self.values.get(key)
+        added = len(key) + KEY_OVERHEAD_BYTES if former is None else -len(former)
+        self.memory.reserve(added + len(value))
+        self.values[key] = value
+
+    def set_all(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set several values, or none if they do not fit in the budget."""
+        # Without a call in Python for each of up to 131072 pairs.
+        new = dict(pairs)
+        former = list(map(self.values.get, new))
+        added = list(compress(new, map(is_, former, repeat(None))))
+        change = len(added) * KEY_OVERHEAD_BYTES + sum(map(len, added))
+        self.memory.reserve(change + sum(map(len, new.values())) - sum(map(len, filter(None, former))))
+        self.values.update(new)
+
     def add(self, key: bytes, value: int) -> int:
         """Add to a counter, which is decimal text, and return its new value. A missing one is 0."""
         total = self.number(key) + value
         if total not in INT64:
             expected = f"small enough for {self._shown(key)} to fit 64 bits"
             raise ArgumentError(explain("add", "value", expected, value))
-        self.values[key] = str(total).encode()
+        self.set(key, b"%d" % total)
         return total
 
     def number(self, key: bytes) -> int:
@@ -127,17 +155,21 @@ class Table:
         """Exchange a value by torch's rule: a missing key matches an empty `expected` only."""
         current = self.values.get(key)
         if current == expected or (current is None and not expected):
-            self.values[key] = desired
+            self.set(key, desired)
             return desired
         return expected if current is None else current
 
     def append(self, key: bytes, value: bytes) -> None:
         """Append bytes to a value. A missing key starts empty."""
-        self.values[key] = self.values.get(key, b"") + value
+        self.set(key, self.values.get(key, b"") + value)
 
     def delete(self, key: bytes) -> bool:
         """Remove a value (not a queue). Return whether it existed."""
-        return self.values.pop(key, None) is not None
+        value = self.values.pop(key, None)
+        if value is None:
+            return False
+        self.memory.used -= len(key) + len(value) + KEY_OVERHEAD_BYTES
+        return True
 
     def release(self, prefix: bytes, users: int) -> bool:
         """Count one more user of a prefix as gone; the last one deletes the keys (see `Store.release`).
@@ -145,53 +177,26 @@ class Table:
         Returns:
             Whether the keys were deleted.
         """
-        last = self.count_release(prefix, users)
-        if last:
-            start = prefix + b"/"
-            deque(self.delete_in_parts(lambda key: key.startswith(start), deque()), maxlen=0)
-        return last
-
-    def count_release(self, prefix: bytes, users: int) -> bool:
-        """Count one more user of a prefix as gone; forget the count after the last one. Return whether it was that."""
-        counter = release_counter(prefix)
-        if not self.is_last_release(prefix, users):
+        begin = prefix + b"/"
+        counter = begin + RELEASED.encode()
+        if self.number(counter) + 1 < users:
             self.add(counter, 1)
             return False
-        self.values.pop(counter, None)
+        for key in [key for key in self.values if key.startswith(begin)]:
+            self.delete(key)
+        for key in [key for key in self.queues if key.startswith(begin)]:
+            while self.pop(key) is not None:
+                pass
         return True
-
-    def is_last_release(self, prefix: bytes, users: int) -> bool:
-        """Return whether the next user of a prefix to go is the last one."""
-        return self.number(release_counter(prefix)) + 1 >= users
-
-    def detach(self, keys: Iterable[bytes]) -> tuple[Deleted, list[DetachedQueue]]:
-        """Delete values, and take queues out of the table. The queues are not yet counted as deleted."""
-        values = [(key, value) for key in keys if (value := self.values.pop(key, None)) is not None]
-        queues = [(key, queue) for key in keys if (queue := self.queues.pop(key, None))] if self.queues else []
-        return Deleted(len(values), 0, sum(len(key) + len(value) for key, value in values)), queues
-
-    def delete_in_parts(self, dooms: Callable[[bytes], bool], queues: deque[DetachedQueue]) -> Iterator[Deleted]:
-        """Delete the keys of which `dooms` is true when their part is due, and yield after each part.
-
-        Args:
-            dooms: function of a key. It is asked about the keys that exist when the first part is asked for.
-            queues: detached queues, which are freed in parts too. The caller may add some between two parts.
-        """
-        keys = [*self.values, *self.queues]
-        while keys or queues:
-            if queues:
-                yield _take_part(queues)
-                continue
-            part = [key for key in keys[-KEYS_IN_PART:] if dooms(key)]
-            # The list holds the last references to keys, so what it drops at once is freed at once.
-            del keys[-KEYS_IN_PART:]
-            deleted, detached = self.detach(part)
-            queues += detached
-            yield deleted
 
     def push(self, key: bytes, value: bytes) -> None:
         """Append a value to a queue."""
-        self.queues.setdefault(key, deque()).append(value)
+        queue = self.queues.get(key)
+        made = len(key) + QUEUE_OVERHEAD_BYTES if queue is None else 0
+        self.memory.reserve(made + len(value) + KEY_OVERHEAD_BYTES)
+        if queue is None:
+            queue = self.queues[key] = deque()
+        queue.append(value)
 
     def pop(self, key: bytes) -> bytes | None:
         """Remove and return the value at the head of a queue; None if the queue does not exist."""
@@ -199,8 +204,10 @@ class Table:
         if queue is None:
             return None
         value = queue.popleft()
+        self.memory.used -= len(value) + KEY_OVERHEAD_BYTES
         if not queue:
             del self.queues[key]
+            self.memory.used -= len(key) + QUEUE_OVERHEAD_BYTES
         return value
 
     def length(self, key: bytes) -> int:
@@ -233,7 +240,7 @@ class HashStore(Store):
 
     def set(self, key: Text, value: Text) -> None:
         name, data = key_bytes("set", key), value_bytes("set", value)
-        self._change(lambda table: table.values.__setitem__(name, data))
+        self._change(lambda table: table.set(name, data))
 
     def get(self, key: Text) -> bytes:
         return self._get_all("get", [key_bytes("get", key)])[0]
@@ -282,7 +289,7 @@ class HashStore(Store):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = pair_list("multi_set", keys, values)
-        self._change(lambda table: table.values.update(pairs))
+        self._change(lambda table: table.set_all(pairs))
 
     def queue_push(self, key: Text, value: Text) -> None:
         name, data = key_bytes("queue_push", key), value_bytes("queue_push", value)

@@ -20,9 +20,9 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import lru_cache
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, explain
@@ -39,6 +39,9 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NEXT_SECONDS, _SILENT_SECONDS = 0.25, 2.0
 """Time from the attempt to connect to one address to that to the next one (RFC 8305, 5), and time that an address has
 to respond once another one has refused."""
+
+_ACCEPTED_AT_ONCE, _MAX_REPORTED_USERS = 48, 16
+_WARNING_SECONDS, _RETRY_SECONDS = 60.0, 0.01
 
 # Constants of linux/netlink.h, sock_diag.h and inet_diag.h: a request with its two headers; kind and error code of a
 # reply; `idiag_state`, `idiag_uid` and `idiag_inode`.
@@ -390,6 +393,89 @@ def _owner_in(reply: bytes, listening: bool) -> int | None:
         return _CLOSED
     # A socket without an owner appears to be root's.
     return int(user) if inode else _UNACCEPTED if state in _OPENED else _CLOSED
+
+
+class Acceptor:
+    """Listening sockets of a server: they accept clients, but none of other users, also without a free descriptor.
+
+    A client that is not accepted would wait until its time-out. So one descriptor is kept in reserve: closed, it lets
+    a process without any other accept such a client, and disconnect it.
+
+    Attributes:
+        listeners: the sockets by descriptor.
+        exhausted: whether the last call of `accept` found a client, but no descriptor or memory for it.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket]) -> None:
+        self.listeners = {each.fileno(): each for each in listeners}
+        self.exhausted = self._had_client = False
+        self._owners = SocketOwners()
+        self._reserve: int | None = None
+        self._refused: set[int] = set()
+        self._warned_at = -_WARNING_SECONDS
+        self._open_reserve()
+        for each in listeners:
+            # Connections inherit it.
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def accept(self, descriptor: int) -> list[socket.socket]:
+        """Return some of the connections that wait at a listening socket of which the poller says that any do."""
+        listener, peers, lack = self.listeners[descriptor], list[Peer](), None
+        try:
+            while len(peers) < _ACCEPTED_AT_ONCE:
+                peers.append(listener.accept())
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            # The kernel reports this even where nobody waits any more. Other errors concern only the connection, which
+            # is closed already.
+            lack = error if error.errno in EXHAUSTED and not peers else None
+        # The kernel is asked once for the owners of all of them.
+        users = refused_users(self._owners, listener, peers) if peers else []
+        for (sock, _), user in zip(peers, users, strict=True):
+            if user is None:
+                continue
+            sock.close()
+            if user == _UNASKED:
+                lack = self._owners.error
+            elif user >= 0 and user not in self._refused and len(self._refused) < _MAX_REPORTED_USERS:
+                self._refused.add(user)
+                logger.warning("store server: refused a client of user %d; %s=1 would admit it", user, TRUST_NETWORK)
+        self.exhausted = lack is not None
+        if lack is not None and monotonic() >= self._warned_at + _WARNING_SECONDS:
+            self._warned_at = monotonic()
+            logger.warning("store server: cannot accept a connection: %s", lack)
+        accepted = [sock for (sock, _), user in zip(peers, users, strict=True) if user is None]
+        if accepted and not self._had_client:
+            self._had_client = True
+            logger.info("store server: the first client has connected to port %d", listener.getsockname()[1])
+        return accepted
+
+    def turn_away(self, descriptor: int) -> None:
+        """Accept a connection by the descriptor in reserve, and close it."""
+        if self._reserve is not None:
+            os.close(self._reserve)
+            with suppress(OSError):
+                self.listeners[descriptor].accept()[0].close()
+        self._open_reserve()
+        if self._reserve is None:
+            # Another thread was quicker. The poller reports the client again at once, and again.
+            sleep(_RETRY_SECONDS)
+
+    def close(self) -> None:
+        """Close the sockets and the reserve."""
+        for each in self.listeners.values():
+            each.close()
+        self._owners.close()
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
+
+    def _open_reserve(self) -> None:
+        try:
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._reserve = None
 
 
 READ, WRITE = 1, 4

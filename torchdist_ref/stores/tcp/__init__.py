@@ -1,7 +1,8 @@
 """TCPStore: a store served by one process and reached over TCP, wire-compatible with torch's.
 
-`store` has the public class, `client` its connections, `server` the server's sockets and thread, `requests` what the
-server does with a request, `operations` the table of operations, and `protocol` the bytes. Do not add code here.
+`store` has the public class and `client` its connections. `server` has the server's loop and its clients' sockets, and
+`requests` what the server does with a request: run it, or let it wait for keys. Both sides share `operations`, the
+table of operations, and `protocol`, the bytes. Do not add code here.
 """
 
 from torchdist_ref.stores.tcp.store import TCPStore

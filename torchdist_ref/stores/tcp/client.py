@@ -29,15 +29,15 @@ from torchdist_ref.errors import ArgumentError, DistNetworkError, advice_on_limi
 from torchdist_ref.processes.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import has_input
 from torchdist_ref.stores.tcp.client_socket import ConnectionLost, ServerAddress, as_option, open_socket, unreachable
-from torchdist_ref.stores.tcp.memory import MEMORY_VARIABLE, memory_budget
-from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op, Operation, recognized
+from torchdist_ref.stores.tcp.operations import MAX_VALUE_BYTES, NONCE_MARK, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
     IDENTITY_BYTES,
     MAGIC,
-    MAX_VALUE_BYTES,
+    MEMORY_VARIABLE,
     RESPONSE_HEADER,
     ProtocolError,
     Status,
+    memory_budget,
     read,
     receive,
     reply_kinds,

@@ -22,8 +22,11 @@ from dataclasses import dataclass
 from itertools import filterfalse, islice, repeat
 from typing import Any, Literal
 
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.hash import Table
 
+MAX_KEY_BYTES = 8192
+MAX_VALUE_BYTES = 8 * 2**20
 MAX_FILED = 256
 """Conditions under which a request waits at once. When they hold, the others are looked at."""
 
@@ -48,7 +51,6 @@ class Operation:
         idempotent: whether running the operation twice has the effect of running it once. If not, our server keeps the
             response until the client's next request, and a client of torch's server does not retry.
         wakes: number of waiting requests that a change of the request's keys may complete.
-        weight: function that returns the number of keys, or KiB, that the operation goes through; None if it is small.
         emulation: for extensions and WAIT, the operation that torch's servers run after a WAIT, and the function that
             converts its reply; a None from that function means to wait again.
     """
@@ -61,27 +63,30 @@ class Operation:
     unmet: Callable[..., Sequence[Condition]] | None = None
     idempotent: bool = False
     wakes: Literal["none", "one", "all"] = "none"
-    weight: Callable[..., int] | None = None
     emulation: tuple[Operation, Callable[[Fields], Fields | None]] | None = None
 
 
 def _set(table: Table, key: bytes, value: bytes) -> Fields:
-    table.values[key] = value
+    table.set(key, value)
     return ()
 
 
 def _append(table: Table, key: bytes, value: bytes) -> Fields:
+    if len(table.values.get(key, b"")) + len(value) > MAX_VALUE_BYTES:
+        raise ArgumentError(f"append: the value would be longer than {MAX_VALUE_BYTES} bytes, the limit.")
     table.append(key, value)
     return ()
 
 
 def _multi_set(table: Table, pairs: list[tuple[bytes, bytes]]) -> Fields:
-    table.values.update(pairs)
+    table.set_all(pairs)
     return ()
 
 
-def _number_of_keys(_: Table, keys: Sequence[Any]) -> int:
-    return len(keys)
+def _set_pairs(table: Table, key: bytes, value: bytes, pairs: list[tuple[bytes, bytes]]) -> Fields:
+    # The key and the value are kept with the client's session.
+    table.set_all(pairs)
+    return (0,)
 
 
 def _push(table: Table, key: bytes, value: bytes) -> Fields:
@@ -94,9 +99,8 @@ def _recognize(table: Table, nonce: int) -> Fields:
     return (nonce if known is None else known,)
 
 
-def _count_release(table: Table, prefix: bytes, users: int) -> Fields:
-    # The server deletes the keys after the last one: in parts, so that its other clients need not wait.
-    return (int(table.count_release(prefix, users)),)
+def _release(table: Table, prefix: bytes, users: int) -> Fields:
+    return (int(table.release(prefix, users)),)
 
 
 def _acknowledge(*_: Any) -> Fields:
@@ -128,7 +132,6 @@ class Op:
         "b",
         lambda table, keys: (int(any(True for _ in table.absent(keys))),),
         idempotent=True,
-        weight=_number_of_keys,
     )
     WAIT = Operation(
         "WAIT",
@@ -138,7 +141,6 @@ class Op:
         _acknowledge,
         unmet=lambda table, keys: [(key, 0) for key in islice(table.absent(keys), MAX_FILED)],
         idempotent=True,
-        weight=_number_of_keys,
         emulation=(CHECK, lambda reply: None if reply[0] else ()),
     )
     GETNUMKEYS = Operation("GETNUMKEYS", 0x07, "", "i", lambda table: (len(table.values),), idempotent=True)
@@ -150,7 +152,6 @@ class Op:
         "",
         _append,
         wakes="all",
-        weight=lambda table, key, _: len(table.values.get(key, b"")) >> 10,
     )
     MULTI_GET = Operation(
         "MULTI_GET",
@@ -159,9 +160,8 @@ class Op:
         "*",
         lambda table, keys: tuple(map(table.values.get, keys, repeat(b""))),
         idempotent=True,
-        weight=_number_of_keys,
     )
-    MULTI_SET = Operation("MULTI_SET", 0x0B, "P", "", _multi_set, wakes="all", weight=_number_of_keys)
+    MULTI_SET = Operation("MULTI_SET", 0x0B, "P", "", _multi_set, wakes="all")
     CANCEL_WAIT = Operation("CANCEL_WAIT", 0x0C, "", "b")
     PING = Operation("PING", 0x0D, "n", "n", _recognize, idempotent=True)
     QUEUE_PUSH = Operation("QUEUE_PUSH", 0x0E, "kv", "", _push, wakes="one")
@@ -175,7 +175,6 @@ class Op:
         # A tuple: Python's garbage collector goes through all items of a list again and again.
         lambda table: (tuple(table.values),),
         idempotent=True,
-        weight=lambda table: len(table.values),
     )
     BARRIER = Operation("BARRIER", 0x12, "ki", "a", _acknowledge, unmet=_below)
     HELLO = Operation("HELLO", 0x80, "k", "r", idempotent=True)
@@ -209,13 +208,10 @@ class Op:
         lambda table, keys: (list(map(table.values.__getitem__, keys)),),
         unmet=_absent,
         idempotent=True,
-        weight=_number_of_keys,
         emulation=(MULTI_GET, lambda reply: (list(reply),)),
     )
-    SET_ON_DISCONNECT = Operation(
-        "SET_ON_DISCONNECT", 0x86, "kvP", "a", idempotent=True, weight=lambda _, *fields: len(fields[2])
-    )
-    RELEASE = Operation("RELEASE", 0x87, "ki", "b", _count_release)
+    SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kvP", "a", _set_pairs, idempotent=True, wakes="all")
+    RELEASE = Operation("RELEASE", 0x87, "ki", "b", _release)
 
 
 OPERATIONS: dict[int, Operation] = {row.code: row for row in vars(Op).values() if isinstance(row, Operation)}

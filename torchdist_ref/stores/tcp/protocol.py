@@ -15,6 +15,7 @@ The server answers a repeated request id from memory. Do not add sockets or the 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,10 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.stores.tcp.operations import OPERATIONS, Op, Operation
+from torchdist_ref.stores.tcp.operations import MAX_KEY_BYTES, MAX_VALUE_BYTES, OPERATIONS, Op, Operation
 
 MAGIC = 0x3C85F7CE
 FRAMED = 0x81
-MAX_KEY_BYTES = 8192
-MAX_VALUE_BYTES = 8 * 2**20
 MAX_KEYS = 131072
 MAX_MESSAGE_BYTES = 12 * 2**20
 IDENTITY_BYTES = 16
@@ -36,17 +35,31 @@ IDENTITY_BYTES = 16
 UNLIMITED = 2**40
 """Limit of fields in replies: a client limits the whole reply."""
 MANY_VALUES = 1024
-LONG_MESSAGE_BYTES = 8 * 1024
-"""Size above which a request with a list is read in turns, so that other clients need not wait for the whole."""
-LARGE_MESSAGE_BYTES = 256 * 1024
-"""The same for other requests: to copy a large value takes milliseconds."""
-ITEMS_PER_TURN = 4096
+WHOLE_REPLY_BYTES = 64 * 1024
+"""Size up to which a reply is copied together and sent at once."""
+MEMORY_VARIABLE = "TORCHDIST_REF_STORE_MEMORY"
+DEFAULT_MEMORY_MIB = 256
 
 REQUEST_HEADER = struct.Struct("<BQIB")
 RESPONSE_HEADER = struct.Struct("<QQB")
 _pack_header, _unpack_header, _HEADER_BYTES = REQUEST_HEADER.pack, REQUEST_HEADER.unpack_from, REQUEST_HEADER.size
 _pack_u8, _pack_i64, _pack_u64 = (struct.Struct(f"<{kind}").pack for kind in "BqQ")
 _unpack_i64, _unpack_u64 = (struct.Struct(f"<{kind}").unpack_from for kind in "qQ")
+
+
+def memory_budget() -> int:
+    """Return the memory that a server may use for its clients, in bytes; what it sends them all is not larger."""
+    text = os.environ.get(MEMORY_VARIABLE, "")
+    return (int(text) if text.isdecimal() else DEFAULT_MEMORY_MIB) << 20
+
+
+def full_error(operation: Operation, budget: int) -> ArgumentError:
+    """Return the error of a request that would exceed the budget."""
+    return ArgumentError(
+        f"{operation.name.lower()}: the store is full: keys, values, waiting requests and unread replies may use "
+        f"{budget >> 20} MiB. A store is for addresses and small values. Delete keys that are not needed, send data "
+        f"with collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
+    )
 
 
 class ProtocolError(Exception):
@@ -59,6 +72,10 @@ class Status(IntEnum):
     DONE = 0
     REFUSED = 1
     CANCELED = 2
+
+
+# Looking up a member of an enumeration is a Python call, and every request needs this one.
+_DONE = int(Status.DONE)
 
 
 class Request(NamedTuple):
@@ -74,7 +91,6 @@ class Request(NamedTuple):
 NumberAt = Callable[[int], int]
 Extent = Generator[int, None, int]
 Reader = Callable[[bytes, int], tuple[Any, int]]
-Turns = Generator[None, None, tuple[Any, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +103,12 @@ class FieldCodec:
         extent: generator over the number of bytes that must have arrived to go on. It returns the offset of the next
             field. Its arguments are a function that reads 64 bits at an offset, and the field's offset.
         limit: longest value; 0 for other kinds of fields.
-        turns: for lists, `read` as a generator that yields after each `ITEMS_PER_TURN` items.
     """
 
     write: Callable[[Any], list[bytes]]
     read: Reader
     extent: Callable[[NumberAt, int], Extent]
     limit: int = 0
-    turns: Callable[[bytes, int], Turns] | None = None
 
 
 def _checked(length: int, limit: int) -> int:
@@ -136,7 +150,7 @@ def _write_blobs(values: Sequence[bytes]) -> list[bytes]:
 
 
 class ManyValues:
-    """Values of a reply that become bytes only while they are sent, so that other clients need not wait for that.
+    """Values of a reply that become bytes only while they are sent: a value may be in a reply many times.
 
     Its length is that of the bytes.
 
@@ -173,7 +187,8 @@ def _list(limit: int, *blobs: FieldCodec) -> FieldCodec:
         values = items if single else list(chain.from_iterable(items))
         return [_pack_u64(len(items)), *_write_blobs(values)]
 
-    def read_items(data: bytes, at: int, count: int) -> tuple[list[Any], int]:
+    def read(data: bytes, at: int) -> tuple[list[Any], int]:
+        count, at = _checked(_unpack_u64(data, at)[0], limit), at + 8
         # Without a call for each of up to 131072 keys.
         values = []
         for most in repeat(first, count) if single else chain.from_iterable(repeat(limits, count)):
@@ -184,22 +199,10 @@ def _list(limit: int, *blobs: FieldCodec) -> FieldCodec:
             values.append(data[at - size : at])
         return values if single else list(zip(values[::2], values[1::2], strict=True)), at
 
-    def read(data: bytes, at: int) -> tuple[list[Any], int]:
-        return read_items(data, at + 8, _checked(_unpack_u64(data, at)[0], limit))
-
-    def turns(data: bytes, at: int) -> Turns:
-        count, at = _checked(_unpack_u64(data, at)[0], limit), at + 8
-        items: list[Any] = []
-        for left in range(count, 0, -ITEMS_PER_TURN):
-            more, at = read_items(data, at, min(left, ITEMS_PER_TURN))
-            items += more
-            yield
-        return items, at
-
     def extent(number_at: NumberAt, at: int) -> Extent:
         yield at + 8
         end = at + 8
-        # Not `blob.extent`: a message may have 131072 keys, and this generator runs while other clients wait.
+        # Not `blob.extent`: a message may have 131072 keys.
         for _ in range(_checked(number_at(at), limit)):
             for most in limits:
                 yield end + 8
@@ -209,7 +212,7 @@ def _list(limit: int, *blobs: FieldCodec) -> FieldCodec:
                 end += 8 + size
         return end
 
-    return FieldCodec(write, read, extent, turns=turns)
+    return FieldCodec(write, read, extent)
 
 
 def _read_fields(codecs: Sequence[FieldCodec], data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
@@ -309,7 +312,6 @@ def _message_reader(kinds: str) -> Reader:
 _LAYOUTS = {kinds for row in OPERATIONS.values() for kinds in (row.request, row.reply) if kinds != "*"}
 _WRITERS = {kinds: _message_writer(kinds) for kinds in _LAYOUTS}
 _READERS = {kinds: _message_reader(kinds) for kinds in _LAYOUTS}
-_LONG_LAYOUTS = {kinds for kinds in _LAYOUTS if any(CODECS[kind].turns for kind in kinds)}
 
 
 def reply_kinds(operation: Operation, fields: Sequence[Any]) -> str:
@@ -346,14 +348,33 @@ def write_reply(operation: Operation, reply: Sequence[Any]) -> Sequence[Piece]:
 
 
 def write_values(values: Sequence[bytes]) -> list[Piece]:
-    """Return a list of values, with their number in front, as pieces of bytes; many of them as one piece."""
-    return [_pack_u64(len(values)), *([ManyValues(values)] if len(values) > MANY_VALUES else _write_blobs(values))]
+    """Return a list of values, with their number in front, as pieces of bytes; long ones as one `ManyValues`."""
+    many = ManyValues(values)
+    return [_pack_u64(len(values)), *([many] if len(many) > WHOLE_REPLY_BYTES else _write_blobs(values))]
+
+
+def response_to(request: Request, reply: Sequence[Any]) -> Sequence[Piece]:
+    """Return the response to a request: the reply, behind a header if the request is framed."""
+    operation, _, number = request
+    if number is None:
+        return write_reply(operation, reply)
+    # The status implies the acknowledgement.
+    return write_response(number, _DONE, [] if operation.reply in ("", "a") else write_reply(operation, reply))
 
 
 def write_response(number: int, status: int, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the response to a framed request, as pieces of bytes."""
-    header = RESPONSE_HEADER.pack(number, sum(map(len, pieces)), status)
-    return [header, *pieces] if pieces else [header]
+    """Return a header, and the pieces of bytes that it announces."""
+    return [RESPONSE_HEADER.pack(number, sum(map(len, pieces)), status), *pieces]
+
+
+def refusal(number: int, text: str) -> list[Piece]:
+    """Return the response to a framed request that the server refuses."""
+    return write_response(number, Status.REFUSED, [text.encode()])
+
+
+def canceled_response(number: int, missing: Sequence[bytes]) -> list[Piece]:
+    """Return the response to a framed request that was canceled while keys were missing."""
+    return write_response(number, Status.CANCELED, write_values(missing))
 
 
 def read(kinds: str, data: bytes, at: int = 0, end: int | None = None) -> tuple[Any, ...]:
@@ -368,28 +389,11 @@ def read(kinds: str, data: bytes, at: int = 0, end: int | None = None) -> tuple[
     try:
         fields, at = (_READERS.get(kinds) or _message_reader(kinds))(data, at)
     except struct.error:
-        raise ProtocolError(_TOO_SHORT) from None
+        raise ProtocolError("a message ends inside a field") from None
     if at != (len(data) if end is None else end):
-        raise ProtocolError(_WRONG_LENGTH)
+        raise ProtocolError("a message is longer or shorter than its fields")
     found: tuple[Any, ...] = fields
     return found
-
-
-_TOO_SHORT, _WRONG_LENGTH = "a message ends inside a field", "a message is longer or shorter than its fields"
-
-
-def read_in_turns(kinds: str, data: bytes, at: int) -> Generator[None, None, tuple[Any, ...]]:
-    """Return what `read` returns, and yield after each part of a list."""
-    fields = []
-    try:
-        for codec in map(CODECS.__getitem__, kinds):
-            field, at = codec.read(data, at) if codec.turns is None else (yield from codec.turns(data, at))
-            fields.append(field)
-    except struct.error:
-        raise ProtocolError(_TOO_SHORT) from None
-    if at != len(data):
-        raise ProtocolError(_WRONG_LENGTH)
-    return tuple(fields)
 
 
 def extent(kinds: str, number_at: NumberAt, at: int = 0) -> Extent:
@@ -432,20 +436,17 @@ class RequestDecoder:
     Complete requests are read in place; only unfinished ones are copied together. Requests over the size limits are
     refused before they are held in memory.
 
-    A long request is read in turns: `next` returns None, and `resume` reads on.
-
     Attributes:
         held: bytes of unfinished requests in memory.
     """
 
-    __slots__ = ("__weakref__", "_at", "_data", "_extent", "_needed", "_turns", "_validated", "held")
+    __slots__ = ("__weakref__", "_at", "_data", "_extent", "_needed", "_validated", "held")
 
     def __init__(self) -> None:
         self._data: bytes | bytearray = b""
         self._at = 0
         self._needed = 1
         self._extent: Extent | None = None
-        self._turns: Generator[None, None, Request] | None = None
         self._validated = False
         self.held = 0
 
@@ -453,11 +454,6 @@ class RequestDecoder:
     def wanted(self) -> int:
         """Number of bytes that the next step of the parser needs, at least 1."""
         return max(1, self._needed - self.held)
-
-    @property
-    def reading(self) -> bool:
-        """Whether a request has arrived whole and is being read in turns."""
-        return self._turns is not None
 
     def feed(self, data: bytes) -> None:
         """Add bytes from the socket."""
@@ -470,7 +466,7 @@ class RequestDecoder:
 
     def clear(self) -> None:
         """Release the memory of an unfinished request. Generators refer to the parser: a cycle would keep both."""
-        self._data, self._at, self.held, self._extent, self._turns = b"", 0, 0, None, None
+        self._data, self._at, self.held, self._extent = b"", 0, 0, None
 
     def only_request(self, data: bytes) -> Request | None:
         """Return the request that bytes from the socket are, without holding them; None if `feed` must have them.
@@ -489,12 +485,12 @@ class RequestDecoder:
         return _new_request(Request, (operation, read(operation.request, data, _HEADER_BYTES), number))
 
     def next(self) -> Request | None:
-        """Return the next complete request, or None until more bytes are fed or the present one is read.
+        """Return the next complete request, or None until more bytes are fed.
 
         Raises:
             ProtocolError: the bytes are no request, or one over the limits.
         """
-        while self.held >= self._needed and self._turns is None:
+        while self.held >= self._needed:
             framed = self._validated and self._data[self._at] == FRAMED
             request = self._next_framed() if framed else self._next_plain()
             if request is not None:
@@ -536,43 +532,14 @@ class RequestDecoder:
             raise ProtocolError(f"unknown operation {code:#04x}")
         return operation
 
-    def _read(self, operation: Operation, header: int, number: int | None) -> Request | None:
-        """Return the request at the head, and drop its bytes; None if it is read in turns."""
-        longest = LONG_MESSAGE_BYTES if operation.request in _LONG_LAYOUTS else LARGE_MESSAGE_BYTES
-        if self._needed > longest:
-            self._turns = self._read_in_turns(operation, header, number)
-            return None
+    def _read(self, operation: Operation, header: int, number: int | None) -> Request:
+        """Return the request at the head, and drop its bytes."""
         data, at, end = self._data, self._at, self._at + self._needed
-        self._drop_head()
+        self.held -= self._needed
+        self._at, self._needed, self._extent, self._validated = end, 1, None, True
         if isinstance(data, bytearray):
             data, at, end = bytes(memoryview(data)[at:end]), 0, end - at
         return _new_request(Request, (operation, read(operation.request, data, at + header, end), number))
-
-    def _drop_head(self) -> None:
-        self.held -= self._needed
-        self._at, self._needed, self._extent, self._validated = self._at + self._needed, 1, None, True
-
-    def _read_in_turns(self, operation: Operation, header: int, number: int | None) -> Generator[None, None, Request]:
-        # Copied only when its turn comes: several connections may have such a request.
-        data = bytes(memoryview(self._data)[self._at : self._at + self._needed])
-        fields = yield from read_in_turns(operation.request, data, header)
-        return Request(operation, fields, number)
-
-    def resume(self) -> Request | None:
-        """Read a part of a request that is read in turns; return the request after the last part.
-
-        Raises:
-            ProtocolError: the bytes are no request.
-        """
-        assert self._turns is not None
-        try:
-            next(self._turns)
-        except StopIteration as end:
-            self._turns = None
-            self._drop_head()
-            request: Request = end.value
-            return request
-        return None
 
 
 _new_request = tuple.__new__

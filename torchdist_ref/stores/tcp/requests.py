@@ -1,96 +1,195 @@
-"""Request handling of TCPStore's server: replies, and requests that wait.
+"""Requests at TCPStore's server: each runs at once, or waits for its keys; sessions outlive a client's connection.
 
 No sockets here: a `StoreClient` is any object that bytes can be sent to and that can be disconnected, so tests use
-lists. One thread at a time may use a `RequestHandler`. The memory that requests use is counted in `memory`, the state
-of clients that connect again is in `sessions`, and the keys of released prefixes are deleted in `releases`.
+lists. One thread at a time may use a `RequestHandler`.
 
-*Waiting.* A request whose conditions do not hold yet becomes a `PendingRequest`, filed under each of its conditions. A
-change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
-same step, so no other client can delete the key in between. Only requests with more than `MAX_FILED` keys, which are
-looked at in several steps anyway, are answered in turns: one change may fulfill the conditions of many of them. If a
-change fulfills the conditions of more than `WOKEN_AT_ONCE` requests, the others are answered in turns too; those that
-wait for one key see its value as of the change.
+*Waiting.* A request whose keys are missing waits under each of them. A change to the last one runs the request at once,
+before the next request of any client, so no other client can delete a key in between. Several requests that wait for
+one key run in the order in which they arrived.
+
+*Sessions.* If a connection breaks before the response to a request that is not idempotent arrives, the client connects
+again and repeats the request with the same number. The server sends the response that it has kept, instead of running
+the request twice.
+
+*Memory.* Keys, values, queues, the keys of waiting requests, sessions, kept responses and wills count in one budget. A
+request that does not fit is refused. `server` adds what clients leave in the buffers of their connections.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.base import INT64
-from torchdist_ref.stores.hash import Table
-from torchdist_ref.stores.tcp.memory import StoreMemory
-from torchdist_ref.stores.tcp.operations import MAX_FILED, Condition, Op, Operation
-from torchdist_ref.stores.tcp.protocol import (
-    MAGIC,
-    ProtocolError,
-    Request,
-    Status,
-    write_reply,
-    write_response,
-    write_values,
-)
-from torchdist_ref.stores.tcp.releases import Releases
-from torchdist_ref.stores.tcp.sessions import (
-    AWAITED_OVERHEAD_BYTES,
-    ClientSession,
-    PendingRequest,
-    SessionTable,
-    StoreClient,
-)
+from torchdist_ref.stores.hash import KEY_OVERHEAD_BYTES, MemoryBudget, StoreFullError, Table
+from torchdist_ref.stores.tcp import protocol
+from torchdist_ref.stores.tcp.operations import Op, Operation
+from torchdist_ref.stores.tcp.protocol import Piece, ProtocolError, Request
 
-# Looking up a member of an enumeration is a Python call, and every request needs this one.
-_DONE = int(Status.DONE)
-WOKEN_AT_ONCE = 16
-"""Requests that a change answers before it is answered itself."""
-WOKEN_IN_TURN = 64
+_CHANGE_WILL = (Op.SET_ON_DISCONNECT, Op.RELEASE)
+# Memory of a session besides its name and a short response, and of a key in a waiting request besides its bytes.
+SESSION_OVERHEAD_BYTES, SHORT_RESPONSE_BYTES, AWAITED_OVERHEAD_BYTES = 600, 128, 50
+# A client whose connection broke has this time to open another. One that waits for a key does so at once.
+RECONNECT_SECONDS = 0.03
 
 
 @dataclass(eq=False, slots=True)
-class Wake:
-    """Requests whose condition a change has fulfilled, and that have not been looked at since.
+class StoreClient(ABC):
+    """Connection of a client, as the request handler sees it.
 
     Attributes:
-        condition: the condition.
-        waiters: the requests.
-        only_one: whether the change serves only one of them.
-        table: the key and its value as of the change; None if that is the present one, or the key is a queue.
+        validated: whether the client has sent the magic number.
+        session: session of a client that has sent its name.
+        waiting: request that waits for keys, or None.
+        unmet: keys that it waits for, with the number that each must reach; 0 if the key only has to exist.
     """
 
-    condition: Condition
-    waiters: Iterator[PendingRequest]
-    only_one: bool
-    table: Table | None = None
+    validated: bool = False
+    session: ClientSession | None = None
+    waiting: Request | None = None
+    unmet: dict[bytes, int] = field(default_factory=dict)
+
+    @abstractmethod
+    def send(self, pieces: Sequence[Piece]) -> None:
+        """Send the pieces, in order, without blocking."""
+
+    @abstractmethod
+    def disconnect(self, reason: str) -> None:
+        """Close the connection."""
+
+
+@dataclass(eq=False, slots=True)
+class ClientSession:
+    """State of a client that outlives its connections.
+
+    Attributes:
+        name: name that the client has sent.
+        client: its connection, if there is one.
+        number: highest request id.
+        response: response to that request, if it was sent and the request is not idempotent.
+        nbytes: memory of the response, as far as it is counted.
+        counted: request id of the last BARRIER whose caller was counted.
+        will: key and value to set if the client disconnects and stays away (SET_ON_DISCONNECT).
+    """
+
+    name: bytes
+    client: StoreClient | None = None
+    number: int = -1
+    response: Sequence[Piece] | None = None
+    nbytes: int = 0
+    counted: int = -1
+    will: tuple[bytes, bytes] | None = None
+
+
+class SessionTable:
+    """Sessions by name; they use a quarter of the memory at most.
+
+    Attributes:
+        sessions: all sessions.
+        disconnected: sessions with a will and without a client, and when the will is due.
+    """
+
+    def __init__(self, memory: MemoryBudget) -> None:
+        self.sessions: dict[bytes, ClientSession] = {}
+        self.disconnected: dict[ClientSession, float] = {}
+        self._memory, self._limit, self._used = memory, memory.limit // 4, 0
+        # Sessions without a client, in the order in which the clients have disconnected.
+        self._gone: dict[ClientSession, None] = {}
+
+    def open(self, name: bytes, client: StoreClient) -> None:
+        """Give a client its session, and close the connection that had the session before, if that is still open."""
+        session = self.sessions.get(name)
+        if session is None:
+            session = self.sessions[name] = ClientSession(name)
+            self._count(len(name) + SESSION_OVERHEAD_BYTES)
+        self._gone.pop(session, None)
+        self.disconnected.pop(session, None)
+        previous, session.client, client.session = session.client, client, session
+        if previous is not None and previous is not client:
+            previous.disconnect("its client has connected again")
+
+    def leave(self, client: StoreClient, now: float) -> None:
+        """Keep the session of a client that has disconnected, if the client may need it when it connects again."""
+        session = client.session
+        if session is None or session.client is not client:
+            return
+        session.client = None
+        self._gone[session] = None
+        if session.will is not None:
+            self.disconnected[session] = now + RECONNECT_SECONDS
+        elif session.response is None and not session.counted == session.number >= 0:
+            self._drop(session)
+        self._shrink(0)
+
+    def set_will(self, session: ClientSession, will: tuple[bytes, bytes] | None) -> None:
+        """Replace the will of a session. Raise `StoreFullError` if a larger one does not fit."""
+        self._memory.reserve(will_bytes(will) - will_bytes(session.will))
+        session.will = will
+
+    def keep(self, session: ClientSession, response: Sequence[Piece]) -> None:
+        """Keep a response until the session's next request."""
+        session.response, nbytes = response, sum(map(len, response))
+        if nbytes > SHORT_RESPONSE_BYTES:
+            self._shrink(nbytes)
+            if self._used + nbytes <= self._limit:
+                session.nbytes = nbytes
+                self._count(nbytes)
+            else:
+                # A repeated request must not run again.
+                text = "the request was done, but its response was dropped: too many clients have unread responses."
+                session.response = protocol.refusal(session.number, text)
+
+    def forget_response(self, session: ClientSession) -> None:
+        """Drop the kept response of a session."""
+        self._count(-session.nbytes)
+        session.response, session.nbytes = None, 0
+
+    def _shrink(self, nbytes: int) -> None:
+        """Drop the sessions whose clients have been gone for the longest time until so many more bytes fit."""
+        while self._gone and self._used + nbytes > self._limit:
+            self._drop(next(iter(self._gone)))
+
+    def _drop(self, session: ClientSession) -> None:
+        del self.sessions[session.name], self._gone[session]
+        self.forget_response(session)
+        self._count(-len(session.name) - SESSION_OVERHEAD_BYTES)
+
+    def _count(self, nbytes: int) -> None:
+        self._used += nbytes
+        self._memory.used += nbytes
+
+
+def will_bytes(will: tuple[bytes, bytes] | None) -> int:
+    """Return the memory of a will, which is that of its key and value once they are set."""
+    return sum(map(len, will)) + KEY_OVERHEAD_BYTES if will else 0
 
 
 class RequestHandler:
     """Responses to the requests of a store's clients.
 
+    Args:
+        clock: function that returns the seconds of a monotonic clock.
+
     Attributes:
-        memory: keys, values and queues, and the budget.
-        table: table of `memory`.
+        memory: budget of everything that clients leave here.
+        table: keys, values and queues.
         sessions: sessions of clients.
-        releases: prefixes whose keys are being deleted.
         identity: random bytes by which clients distinguish this server from another at the same port.
-        pending: waiting requests by key and by the number that the key must reach.
-        ready: requests that need not wait any more and are answered in turns, in order.
+        pending: by key, the clients that wait for it, and the number that it must reach for each.
     """
 
-    def __init__(self) -> None:
-        self.memory = StoreMemory()
-        self.table = self.memory.table
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.memory = MemoryBudget(protocol.memory_budget())
+        self.table = Table(b"/", self.memory)
         self.sessions = SessionTable(self.memory)
-        self.releases = Releases(self.memory)
         self.identity = os.urandom(16)
-        self.pending: dict[bytes, dict[int, dict[PendingRequest, None]]] = {}
-        self.ready: dict[PendingRequest, None] = {}
-        self._wakes: deque[Wake] = deque()
-        self._queued_releases: dict[PendingRequest, None] = {}
+        self.pending: dict[bytes, dict[StoreClient, int]] = {}
+        self._clock = clock
 
     def handle(self, client: StoreClient, request: Request) -> None:
         """Run one request of a client.
@@ -99,60 +198,43 @@ class RequestHandler:
             ProtocolError: the request is not valid in this state; the caller must close the connection.
         """
         operation, _, number = request
-        if client.pending is not None or operation.execute is None or not client.validated:
+        if client.waiting is not None or operation.execute is None or not client.validated:
             self._control(client, request)
         elif number is None or not self._resend(client, number):
-            self._execute(client, request)
-
-    def weight(self, client: StoreClient, request: Request) -> int:
-        """Return the number of keys, or KiB, that a request goes through; 0 for a small one."""
-        if request.operation is Op.CANCEL_WAIT and client.pending is not None:
-            request = client.pending.request  # the keys that are missing are looked for
-        weight = request.operation.weight
-        return 0 if weight is None else weight(self.table, *request.fields)
+            self._run(client, request)
 
     def remove(self, client: StoreClient) -> None:
         """Forget a client whose connection is closed; its session stays for a while."""
         self._unfile(client)
-        self.sessions.leave(client)
+        self.sessions.leave(client, self._clock())
 
-    def set_for_disconnected(self, now: float) -> None:
-        """Set the keys of clients that have disconnected and not connected again in time."""
-        for key, value in self.sessions.due(now):
-            self._settle(Op.SET, (key,))
-            if self.memory.set_unless_present(key, value):
-                self._wake(key)
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is work for `take_turn`."""
-        return bool(self._wakes or self.ready or self.releases.batches)
-
-    def take_turn(self) -> None:
-        """Do a part of the work that is done in turns: answer some requests, and delete some keys."""
-        if self._wakes:
-            wake = self._wakes.popleft()
-            if self._answer(wake, WOKEN_IN_TURN) == 0:
-                self._wakes.append(wake)
-        if self.ready:
-            self._retry(next(iter(self.ready)))
-        if self.releases.batches:
-            self._delete_released()
+    def execute_wills(self, now: float) -> None:
+        """Set the keys of clients that have disconnected and not connected again in time, unless they exist."""
+        disconnected = self.sessions.disconnected
+        for session in [each for each, at in disconnected.items() if now >= at]:
+            del disconnected[session]
+            will, session.will = session.will, None
+            if will is None or will[0] in self.table.values:
+                self.memory.used -= will_bytes(will)
+            else:
+                # Not `Table.set`, which may refuse it: the will was counted when the client made it.
+                self.table.values[will[0]] = will[1]
+                self._wake(will[0])
 
     def _control(self, client: StoreClient, request: Request) -> None:
         """Handle the operations on the connection itself."""
+        operation, fields, _ = request
         if not client.validated:
-            if request.operation is not Op.VALIDATE or request.fields != (MAGIC,):
+            if operation is not Op.VALIDATE or fields != (protocol.MAGIC,):
                 raise ProtocolError("this is not a client of a store")
             client.validated = True
-        elif request.operation is Op.CANCEL_WAIT:
+        elif operation is Op.CANCEL_WAIT:
             self._cancel(client)
-        elif request.operation is Op.HELLO and client.pending is None:
-            self._open_session(client, request)
-        elif request.operation is Op.SET_ON_DISCONNECT and client.session is not None and client.pending is None:
-            self._set_on_disconnect(client, client.session, request)
+        elif operation is Op.HELLO and client.waiting is None:
+            self.sessions.open(fields[0], client)
+            self._respond(client, request, (self.identity,))
         else:
-            raise ProtocolError(f"{request.operation.name} in the wrong state")
+            raise ProtocolError(f"{operation.name} in the wrong state")
 
     def _resend(self, client: StoreClient, number: int) -> bool:
         """Send the kept response to a repeated request; return whether there was one."""
@@ -161,133 +243,52 @@ class RequestHandler:
             raise ProtocolError("a numbered request without a session, or an old one")
         if number > session.number:
             session.number = number
-            if session.response is not None or session.lost:
+            if session.response is not None:
                 self.sessions.forget_response(session)
-            return False
-        if session.response is not None:
+        elif session.response is not None:
             client.send(session.response)
-        elif session.lost:
-            text = "the request was done, but its response was dropped: too many clients have unread responses."
-            client.send(write_response(number, Status.REFUSED, [text.encode()]))
-        return session.response is not None or session.lost
+            return True
+        return False
 
-    def _execute(self, client: StoreClient, request: Request) -> None:
+    def _run(self, client: StoreClient, request: Request, waited: bool = False) -> None:
+        """Run a request, or let it wait for its keys; `waited` is whether it has waited before."""
         operation, fields, _ = request
+        assert operation.execute is not None
         try:
-            if self.releases.batches:
-                self.releases.settle(operation, fields)
-            if operation.unmet is not None:
-                return self._execute_or_wait(client, request)
-            if operation is Op.RELEASE:
-                return self._release(client, request)
-            reply = self.memory.run(operation, fields)
+            if operation is Op.BARRIER and not waited:
+                self._count_caller(client, request)
+            if operation.unmet is not None and (unmet := operation.unmet(self.table, *fields)):
+                return self._file(client, request, dict(unmet))
+            reply = operation.execute(self.table, *fields)
+            if operation in _CHANGE_WILL and client.session is not None:
+                self._change_will(client.session, operation, fields)
+        except StoreFullError:
+            return self._refuse(client, request, protocol.full_error(operation, self.memory.limit))
         except ArgumentError as error:
             return self._refuse(client, request, error)
         self._respond(client, request, reply)
         if self.pending and operation.wakes != "none":
             self._wake_changed(operation, fields)
 
-    def _execute_or_wait(self, client: StoreClient, request: Request) -> None:
-        if request.operation is Op.BARRIER:
-            self._count(client, request)
-        if unmet := self._attempt(client, request):
-            keys = request.fields[0]
-            several = isinstance(keys, list)
-            nbytes = sum(map(len, keys)) + len(keys) * AWAITED_OVERHEAD_BYTES if several else len(keys)
-            if not self.memory.fits(nbytes):
-                raise self.memory.full(request.operation)
-            self._file(PendingRequest(client, request, nbytes), unmet)
+    def _change_will(self, session: ClientSession, operation: Operation, fields: tuple[Any, ...]) -> None:
+        """Replace the will of a client, or drop it because the client has released its key."""
+        if operation is Op.SET_ON_DISCONNECT:
+            self.sessions.set_will(session, (fields[0], fields[1]) if fields[1] else None)
+        elif session.will is not None and session.will[0].startswith(fields[0] + b"/"):
+            self.sessions.set_will(session, None)
 
-    def _attempt(self, client: StoreClient, request: Request, former: Table | None = None) -> Sequence[Condition]:
-        """Respond to a request whose conditions hold, in a former table if there is one; else return the others."""
-        operation, fields, _ = request
-        assert operation.unmet is not None and operation.execute is not None
-        unmet = operation.unmet(former or self.table, *fields)
-        if not unmet:
-            reply = operation.execute(former, *fields) if former else self.memory.run(operation, fields)
-            self._respond(client, request, reply)
-        return unmet
-
-    def _settle(self, operation: Operation, fields: tuple[Any, ...]) -> None:
-        if self.releases.batches:
-            self.releases.settle(operation, fields)
-
-    # Releases
-
-    def _release(self, client: StoreClient, request: Request) -> None:
-        """Count one more user of a prefix as gone. After the last one, delete the keys, then respond to it."""
-        session, (prefix, users) = client.session, request.fields
-        running = session.release if session is not None else None
-        if running is not None and running.request.number == request.number:
-            running.client, client.pending = client, running
-            return  # the client has repeated it after its connection broke
-        pending = PendingRequest(client, request, 0)
-        if self.table.is_last_release(prefix, users) and not self.releases.accepts(prefix):
-            # It has no effect before its turn comes: the keys that it deletes are those of the step that counts it.
-            pending.nbytes = len(prefix)
-            self._queued_releases[pending] = None
-            return self._hold(pending)
-        reply = self.memory.run(Op.RELEASE, request.fields)
-        if session is not None and session.on_disconnect and session.on_disconnect[0].startswith(prefix + b"/"):
-            self.sessions.set_later(session, None)  # the client has released the key that it wanted to be set
-        if reply == (0,):
-            return self._respond(client, request, reply)
-        self._hold(pending)
-        if session is not None:
-            session.release = pending
-        self.releases.begin(pending, prefix)
-        if self.releases.batches[0].requests[0] is pending:
-            self._delete_released()
-
-    def _delete_released(self) -> None:
-        """Delete some of the released keys, and respond to the clients whose keys are deleted."""
-        finished = self.releases.delete_some()
-        for pending in finished:
-            client, session = pending.client, pending.client.session
-            if session is not None and session.release is pending:
-                session.release = None
-            if client.pending is pending:
-                self._unfile(client)
-            elif session is None or session.number != pending.request.number:
-                continue  # nobody expects a response any more; a client whose connection broke does
-            self._respond(client, pending.request, (1,))
-        if finished:
-            self.ready.update(self._queued_releases)
-            self._queued_releases.clear()
-
-    def _set_on_disconnect(self, client: StoreClient, session: ClientSession, request: Request) -> None:
-        key, value, pairs = request.fields
-        former = session.on_disconnect
-        self.sessions.set_later(session, (key, value) if value else None)
-        try:
-            if not self.memory.fits(0):
-                raise self.memory.full(request.operation)
-            self._settle(Op.MULTI_SET, (pairs,))
-            self.memory.run(Op.MULTI_SET, (pairs,))
-        except ArgumentError as error:
-            self.sessions.set_later(session, former)
-            return self._refuse(client, request, error)
-        self._respond(client, request, (0,))
-        if self.pending:
-            self._wake_changed(Op.MULTI_SET, (pairs,))
-
-    def _open_session(self, client: StoreClient, request: Request) -> None:
-        previous = self.sessions.open(request.fields[0], client)
-        if previous is not None:
-            self._unfile(previous)
-            previous.disconnect("its client has connected again")
-        self._respond(client, request, (self.identity,))
-
-    # Responses: a framed request gets its number, a status and the reply; others get the bare reply.
+    def _count_caller(self, client: StoreClient, request: Request) -> None:
+        """Count the caller of a barrier, unless its request is repeated after a broken connection."""
+        if request.number is not None and client.session is not None:
+            if client.session.counted == request.number:
+                return
+            client.session.counted = request.number
+        self.table.add(request.fields[0], 1)
+        self._wake(request.fields[0])
 
     def _respond(self, client: StoreClient, request: Request, reply: tuple[Any, ...]) -> None:
-        operation, _, number = request
-        if number is None:
-            return client.send(write_reply(operation, reply))
-        # The status implies the acknowledgement.
-        pieces = [] if operation.reply in ("", "a") else write_reply(operation, reply)
-        pieces = write_response(number, _DONE, pieces)
-        if not operation.idempotent and client.session is not None:
+        pieces = protocol.response_to(request, reply)
+        if request.number is not None and client.session is not None and not request.operation.idempotent:
             self.sessions.keep(client.session, pieces)
         client.send(pieces)
 
@@ -295,88 +296,51 @@ class RequestHandler:
         if request.number is None:
             client.disconnect(str(error))
         else:
-            client.send(write_response(request.number, Status.REFUSED, [str(error).encode()]))
+            client.send(protocol.refusal(request.number, str(error)))
 
     # Waiting
 
-    def _count(self, client: StoreClient, request: Request) -> None:
-        """Count the caller of a barrier, unless its request is repeated after a broken connection."""
-        session, number = client.session, request.number
-        if session is None or number is None or session.counted != number:
-            self.memory.run(Op.ADD, (request.fields[0], 1))
-            self._wake(request.fields[0])
-        if session is not None and number is not None:
-            session.counted = number
+    def _file(self, client: StoreClient, request: Request, unmet: dict[bytes, int]) -> None:
+        self.memory.reserve(_awaited_bytes(request))
+        client.waiting, client.unmet = request, unmet
+        for key, number in unmet.items():
+            self.pending.setdefault(key, {})[client] = number
 
-    def _retry(self, pending: PendingRequest, former: Table | None = None) -> bool:
-        """Run a request that has waited, or file it again; return whether it was completed."""
-        client = pending.client
-        self._unfile(client)
-        try:
-            if former is None:
-                self._settle(pending.request.operation, pending.request.fields)
-            if pending.request.operation is Op.RELEASE:
-                self._release(client, pending.request)
-                return client.pending is None
-            unmet = self._attempt(client, pending.request, former)
-        except ArgumentError as error:
-            self._refuse(client, pending.request, error)
-            return False
-        if unmet:
-            self._file(pending, unmet)
-        return not unmet
+    def _unfile(self, client: StoreClient) -> Request | None:
+        """Return the request of a client that waits, which it does no longer."""
+        request, client.waiting = client.waiting, None
+        if request is not None:
+            self.memory.used -= _awaited_bytes(request)
+            for key in client.unmet:
+                self._unfile_key(client, key)
+            client.unmet = {}
+        return request
 
-    def _hold(self, pending: PendingRequest) -> None:
-        self.memory.used += pending.nbytes
-        pending.client.pending = pending
-
-    def _file(self, pending: PendingRequest, unmet: Sequence[Condition]) -> None:
-        self._hold(pending)
-        pending.unmet = dict.fromkeys(unmet)
-        for key, number in unmet:
-            self.pending.setdefault(key, {}).setdefault(number, {})[pending] = None
-
-    def _unfile(self, client: StoreClient) -> list[bytes]:
-        """Forget that a client's request waits, and return the keys that it waited for."""
-        pending, client.pending = client.pending, None
-        if pending is None:
-            return []
-        self.memory.used -= pending.nbytes
-        self.ready.pop(pending, None)
-        self._queued_releases.pop(pending, None)
-        unmet, pending.unmet = pending.unmet, {}
-        for condition in unmet:
-            self._unfile_condition(pending, condition)
-        return [key for key, _ in unmet]
-
-    def _unfile_condition(self, pending: PendingRequest, condition: Condition) -> None:
-        key, number = condition
-        by_number = self.pending[key]
-        del by_number[number][pending]
-        if not by_number[number]:
-            del by_number[number]
-        if not by_number:
+    def _unfile_key(self, client: StoreClient, key: bytes) -> None:
+        clients = self.pending[key]
+        del clients[client]
+        if not clients:
             del self.pending[key]
 
     def _wake_changed(self, operation: Operation, fields: tuple[Any, ...]) -> None:
-        keys = [key for key, _ in fields[0]] if operation is Op.MULTI_SET else [fields[0]]
-        most = WOKEN_AT_ONCE
+        keys = [key for key, _ in fields[-1]] if operation.request[-1] == "P" else [fields[0]]
         for key in filter(self.pending.__contains__, keys):
-            most = self._wake(key, operation.wakes == "one", most)
+            self._wake(key, operation.wakes == "one")
 
-    def _wake(self, key: bytes, only_one: bool = False, most: int = WOKEN_AT_ONCE) -> int:
-        """Answer `most` of the requests that a change of a key fulfills, and the rest in turns; return what is left."""
-        numbers = self.pending.get(key, {})
-        reached = self._number(key) if any(numbers) else 0
-        for number in [each for each in numbers if each <= reached or not each]:
-            wake = Wake((key, number), iter(list(numbers.get(number, ()))), only_one)
-            most = self._answer(wake, most)
-            if most == 0:
-                if key in self.table.values:
-                    wake.table = Table(slash=b"/")
-                    wake.table.values[key] = self.table.values[key]
-                self._wakes.append(wake)
-        return most
+    def _wake(self, key: bytes, only_one: bool = False) -> None:
+        """Run the requests that have waited only for this change of a key; of several that consume it, the first."""
+        clients = self.pending.get(key, {})
+        reached = self._number(key) if any(clients.values()) else 0
+        for client in [each for each, number in clients.items() if not number or number <= reached]:
+            if key not in client.unmet:
+                continue  # it was disconnected while another request ran
+            self._unfile_key(client, key)
+            del client.unmet[key]
+            if not client.unmet and (request := self._unfile(client)) is not None:
+                self._run(client, request, waited=True)
+                # Of the requests that one value in a queue ends, a pop takes the value. torch's pop is a WAIT at first.
+                if only_one and client.waiting is None and (request.operation is Op.WAIT_POP or request.number is None):
+                    return
 
     def _number(self, key: bytes) -> int:
         try:
@@ -384,50 +348,18 @@ class RequestHandler:
         except ArgumentError:
             return INT64.stop  # the value is no number any more, which the requests report
 
-    def _answer(self, wake: Wake, most: int) -> int:
-        """Look at `most` requests of a wake. Return how many more may be looked at; 0 if some may be left."""
-        for pending in islice(wake.waiters, most):
-            most -= 1
-            if wake.condition not in pending.unmet:
-                continue  # disconnected or completed while another one was
-            self._unfile_condition(pending, wake.condition)
-            del pending.unmet[wake.condition]
-            if pending.unmet:
-                continue
-            if _is_long(pending.request):
-                self.ready[pending] = None
-            elif self._retry(pending, wake.table and _table_for(pending.request, wake)):
-                if wake.only_one and _may_consume(pending.request):
-                    return most + 1
-        return most
-
     def _cancel(self, client: StoreClient) -> None:
-        pending = client.pending
-        if pending is not None and pending.request.operation is Op.RELEASE:
-            raise ProtocolError("a release cannot be canceled")
-        if pending in self.ready:
-            self._retry(pending)  # what it waited for came first
-            pending = client.pending
-        missing = self._unfile(client)
+        request = self._unfile(client)
         if client.session is None:
             client.send([b"\x01"])
-        elif pending is not None and pending.request.number is not None:
-            if isinstance(pending.request.fields[0], list):
-                # It was filed under the first few only.
-                missing = self.table.missing(pending.request.fields[0])
-            client.send(write_response(pending.request.number, Status.CANCELED, write_values(missing)))
+        elif request is not None and request.number is not None:
+            keys = request.fields[0]
+            # A request with many keys is filed under the first few that are missing.
+            missing = self.table.missing(keys) if isinstance(keys, list) else [keys]
+            client.send(protocol.canceled_response(request.number, missing))
 
 
-def _is_long(request: Request) -> bool:
-    return isinstance(request.fields[0], list) and len(request.fields[0]) > MAX_FILED
-
-
-def _table_for(request: Request, wake: Wake) -> Table | None:
-    """Return the table of a wake for a request that reads only its key; None for others."""
-    reads_one = request.operation is not Op.WAIT_POP and request.fields[0] in (wake.condition[0], [wake.condition[0]])
-    return wake.table if reads_one else None
-
-
-def _may_consume(request: Request) -> bool:
-    """Return whether a completed request takes a queued value. A client of torch's pops by a WAIT, then QUEUE_POP."""
-    return request.operation is Op.WAIT_POP or request.number is None
+def _awaited_bytes(request: Request) -> int:
+    """Return the memory of the keys of a waiting request."""
+    keys = request.fields[0]
+    return sum(map(len, keys)) + len(keys) * AWAITED_OVERHEAD_BYTES if isinstance(keys, list) else len(keys)

@@ -48,8 +48,7 @@ from torchdist_ref.stores.base import (
     value_bytes,
 )
 from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout
-from torchdist_ref.stores.tcp.operations import Op, Operation
-from torchdist_ref.stores.tcp.protocol import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from torchdist_ref.stores.tcp.operations import MAX_KEY_BYTES, MAX_VALUE_BYTES, Op, Operation
 from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline, without_grace
 
