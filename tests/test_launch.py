@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import errors as torchs_errors
 from tests.ports import reserve_port
 from tests.process_ends import all_ended
 from torchdist_ref import launch as run
-from torchdist_ref.launcher.failures import ChildFailedError
+from torchdist_ref.launcher.child_failures import ChildFailedError
 
 ROOT = Path(__file__).parent.parent
 # Not `signal.pause`: a signal between Python's last look for signals and that call would wake nobody.

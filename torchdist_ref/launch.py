@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SignalException: A signal ended the job. Both are torch's exceptions too if torch is installed.
 
     Example:
-        >>> from torchdist_ref.launcher.failures import ChildFailedError
+        >>> from torchdist_ref.launcher.child_failures import ChildFailedError
         >>> try:
         ...     main(["--nproc-per-node", "2", "--no-python", "false"])
         ... except ChildFailedError as error:
@@ -136,7 +136,7 @@ def _report(keeps_logs: bool, outcome: AttemptOutcome) -> None:
     """Write the first failure, after everything else."""
     if outcome.first_failure is None:
         return
-    from torchdist_ref.launcher.failures import ProcessFailure, describe, failure_of
+    from torchdist_ref.launcher.child_failures import ProcessFailure, describe, failure_of
 
     first = replace(outcome.first_failure, keeps_record=keeps_logs)
     failure = failure_of(first, ProcessFailure)

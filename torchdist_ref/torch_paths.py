@@ -141,16 +141,17 @@ elastic.events                             torch     *
 elastic.metrics                            torch     *
 elastic.multiprocessing                    launcher.contexts   MultiprocessContext PContext RunProcsResult
 elastic.multiprocessing                    launcher.contexts   SubprocessContext start_processes
-elastic.multiprocessing                    launcher.failures   ProcessFailure SignalException
+elastic.multiprocessing                    launcher.child_failures ProcessFailure SignalException
 elastic.multiprocessing                    launcher.logs       DefaultLogsSpecs LogsDest LogsSpecs Std to_map
 elastic.multiprocessing                    torch     *
 elastic.multiprocessing.api                launcher.contexts   MultiprocessContext PContext RunProcsResult
 elastic.multiprocessing.api                launcher.contexts   SubprocessContext
-elastic.multiprocessing.api                launcher.failures   SignalException
+elastic.multiprocessing.api                launcher.child_failures SignalException
 elastic.multiprocessing.api                launcher.logs       DefaultLogsSpecs LogsDest LogsSpecs Std to_map
 elastic.multiprocessing.api                torch     *
-elastic.multiprocessing.errors             launcher.failures   ChildFailedError ErrorHandler ProcessFailure
-elastic.multiprocessing.errors             launcher.failures   get_error_handler record
+elastic.multiprocessing.errors             launcher.child_failures ChildFailedError ProcessFailure
+elastic.multiprocessing.errors             launcher.error_handler ErrorHandler get_error_handler
+elastic.multiprocessing.errors             launcher.record     record
 elastic.multiprocessing.errors             torch     *
 elastic.rendezvous                         torch     *
 elastic.timer                              torch     *

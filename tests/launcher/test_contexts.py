@@ -28,7 +28,7 @@ from torchdist_ref import multiprocessing as spawning
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.launcher import contexts, entrypoint, orphans, supervision
 from torchdist_ref.launcher.api import LaunchConfig, elastic_launch
-from torchdist_ref.launcher.failures import ChildFailedError
+from torchdist_ref.launcher.child_failures import ChildFailedError
 
 signals_at_fork: list[signal.Signals] = []
 os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), signum) for signum in signals_at_fork] and None)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from torchdist_ref.launcher import failures
+from torchdist_ref.launcher import error_handler
+from torchdist_ref.launcher.child_failures import ChildFailedError, ProcessFailure
+from torchdist_ref.launcher.record import record
 
 
-class Handler(failures.ErrorHandler):
+class Handler(error_handler.ErrorHandler):
     """Notes what it is told."""
 
     def __init__(self) -> None:
@@ -32,9 +34,9 @@ def test_record_tells_the_handler_the_function_and_its_success() -> None:
     def entry(value: int) -> int:
         return value + 1
 
-    assert failures.record(entry, handler)(4) == 5
+    assert record(entry, handler)(4) == 5
     name = entry.__qualname__
-    assert handler.told == [("initialize", name), ("success", name)] and failures.ErrorHandler._fn_name is None
+    assert handler.told == [("initialize", name), ("success", name)] and error_handler.ErrorHandler._fn_name is None
 
 
 @pytest.mark.parametrize("end", [ValueError("broken"), SystemExit(3), SystemExit(0)], ids=repr)
@@ -44,7 +46,7 @@ def test_an_exception_is_no_success(end: BaseException) -> None:
     def entry() -> None:
         raise end
 
-    recorded = failures.record(entry, handler)
+    recorded = record(entry, handler)
     if isinstance(end, SystemExit) and not end.code:
         assert recorded() is None
     else:
@@ -60,7 +62,7 @@ def test_what_a_success_raises_is_no_failure_of_the_function() -> None:
 
     handler = Broken()
     with pytest.raises(OSError, match="no telemetry"):
-        failures.record(lambda: 1, handler)()
+        record(lambda: 1, handler)()
     assert [each[0] for each in handler.told] == ["initialize"]
 
 
@@ -73,7 +75,7 @@ def test_a_handler_of_an_older_torch_is_used_as_before() -> None:
             self.told.append("initialize")
 
     handler: Any = Older()
-    assert failures.record(lambda: 7, handler)() == 7 and handler.told == ["initialize"]
+    assert record(lambda: 7, handler)() == 7 and handler.told == ["initialize"]
 
 
 @pytest.mark.parametrize(("exitcode", "calls"), [(-9, 1), (1, 0)])
@@ -82,14 +84,14 @@ def test_a_handler_adds_to_the_message_for_a_killed_worker(
 ) -> None:
     asked = []
 
-    class Enriching(failures.ErrorHandler):
+    class Enriching(error_handler.ErrorHandler):
         def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
             asked.append((message, error_file))
             return f"{message}\ndevice 3 has faulted"
 
-    monkeypatch.setattr(failures, "get_error_handler", Enriching)
-    failure = failures.ProcessFailure(0, 11, exitcode, "/nonexistent")
-    text = failures.ChildFailedError("job", {0: failure}).format_msg()
+    monkeypatch.setattr(error_handler, "get_error_handler", Enriching)
+    failure = ProcessFailure(0, 11, exitcode, "/nonexistent")
+    text = ChildFailedError("job", {0: failure}).format_msg()
     assert asked[:1] == [(failure.message, failure.error_file)] * calls
     assert ("device 3 has faulted" in text) is bool(calls) and "device" not in failure.message
 
@@ -97,11 +99,11 @@ def test_a_handler_adds_to_the_message_for_a_killed_worker(
 def test_a_handler_that_fails_leaves_the_message_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(failures.ErrorHandler):
+    class Broken(error_handler.ErrorHandler):
         def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
             raise OSError("no log")
 
-    monkeypatch.setattr(failures, "get_error_handler", Broken)
+    monkeypatch.setattr(error_handler, "get_error_handler", Broken)
     with caplog.at_level(logging.WARNING):
-        text = str(failures.ChildFailedError("job", {0: failures.ProcessFailure(0, 11, -9, "/nonexistent")}))
+        text = str(ChildFailedError("job", {0: ProcessFailure(0, 11, -9, "/nonexistent")}))
     assert "Signal 9 (SIGKILL) received by PID 11" in text and "cannot add to the message" in caplog.text

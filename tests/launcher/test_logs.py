@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch.distributed.elastic.multiprocessing as theirs
+from torchdist_ref.elastic.multiprocessing import errors
 
-from torchdist_ref.launcher import LaunchConfig, elastic_launch, failures, logs
+from torchdist_ref.launcher import LaunchConfig, child_failures, elastic_launch, logs
 from torchdist_ref.launcher.worker import LineRelay
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +183,7 @@ class TestBesideTorch:
         if content:
             path.write_text(json.dumps(content))
         before = int(time.time())
-        ours, torchs = (module.ProcessFailure(1, 42, exitcode, str(path)) for module in (failures, theirs.errors))
+        ours, torchs = (module.ProcessFailure(1, 42, exitcode, str(path)) for module in (errors, theirs.errors))
         names = [
             "error_file",
             *(["message"] if content or exitcode < 0 else []),
@@ -199,7 +200,7 @@ class TestBesideTorch:
         """A disk may become full while torch's `record` writes."""
         path = tmp_path / "error.json"
         path.write_text(content)
-        with_part, without = failures.ProcessFailure(1, 42, 3, str(path)), failures.ProcessFailure(1, 42, 3, "")
+        with_part, without = errors.ProcessFailure(1, 42, 3, str(path)), errors.ProcessFailure(1, 42, 3, "")
         assert (with_part.error_file, with_part.message) == (without.error_file, without.message)
         assert with_part.error_file == "<N/A>" and "traceback" in with_part.message
 
@@ -208,7 +209,7 @@ class TestBesideTorch:
             raise RuntimeError("seven")
 
         found = []
-        for module in (failures, theirs.errors):
+        for module in (errors, theirs.errors):
             path = tmp_path / module.__name__
             monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
             with pytest.raises(RuntimeError):
@@ -220,7 +221,7 @@ class TestBesideTorch:
 
     @pytest.mark.parametrize("code", [0, 3])
     def test_record_of_a_system_exit(self, code: int) -> None:
-        for module in (failures, theirs.errors):
+        for module in (errors, theirs.errors):
             if code:
                 with pytest.raises(SystemExit):
                     module.record(sys.exit)(code)
@@ -231,7 +232,7 @@ class TestBesideTorch:
         child = tmp_path / "child.json"
         child.write_text('{"message": {"message": "m", "extraInfo": {"py_callstack": "s", "timestamp": "7"}}}')
         found = []
-        for module in (failures, theirs.errors):
+        for module in (errors, theirs.errors):
             path = tmp_path / module.__name__
             monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
 
@@ -250,16 +251,16 @@ class TestBesideTorch:
         """Once the failure of the child was lost in a FileNotFoundError."""
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "parent.json"))
         config = LaunchConfig(1, 1, 1, start_method="fork", monitor_interval=0.01)
-        with pytest.raises(failures.ChildFailedError, match="error_file: <N/A>") as caught:
-            failures.record(elastic_launch(config, failures.record(int)))("seven")
+        with pytest.raises(errors.ChildFailedError, match="error_file: <N/A>") as caught:
+            errors.record(elastic_launch(config, errors.record(int)))("seven")
         assert "invalid literal for int" in str(caught.value.failures[0].error_file_data)
         content = json.loads((tmp_path / "parent.json").read_text())["message"]
         assert content["message"].startswith("ValueError: invalid literal") and content["errorCode"] == 1
 
 
 def test_errors_are_torchs_too_where_torchs_are_imported() -> None:
-    error = failures.as_torchs(failures.SignalException, "api")("stop", signal.SIGTERM)
-    assert isinstance(error, failures.SignalException) and isinstance(error, theirs.SignalException)
+    error = child_failures.as_torchs(child_failures.SignalException, "api")("stop", signal.SIGTERM)
+    assert isinstance(error, child_failures.SignalException) and isinstance(error, theirs.SignalException)
     assert error.sigval == signal.SIGTERM
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchdist_ref.elastic.attempt import Exit
-from torchdist_ref.launcher.failures import ProcessFailure, describe, failure_of
+from torchdist_ref.launcher.child_failures import ProcessFailure, describe, failure_of
 from torchdist_ref.launcher.memory import OutOfMemoryKills
 
 V1 = "5:devices:/\n4:cpu,memory:/job/a\n0::/\n"

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchdist_ref.elastic.attempt import Assignment, AttemptOutcome
+from torchdist_ref.elastic.attempt import AttemptOutcome
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankDiedError, advice_on_limit, explain
-from torchdist_ref.launcher.environment import LOCALHOST, Job, job_store
+from torchdist_ref.launcher.environment import LOCALHOST, Job
 from torchdist_ref.launcher.local_workers import (
     DEFAULT_SIGNALS,
     SHUTDOWN_SECONDS,
@@ -28,7 +28,7 @@ from torchdist_ref.launcher.local_workers import (
     binding,
 )
 from torchdist_ref.launcher.reports import LaunchReport
-from torchdist_ref.membership.trust import new_secret
+from torchdist_ref.launcher.restarts import run_with_restarts
 from torchdist_ref.stores.addresses import loopback_address, parse_endpoint, parse_host
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -214,8 +214,7 @@ def run_job(
     report, began = LaunchReport(config, entrypoint_name(entrypoint, args)), time.monotonic()
     try:
         with LocalWorkers(settings, log) as workers:
-            run = _run_with_restarts if config.max_nodes == 1 else _run_with_other_hosts
-            outcome = run(workers, config, log)
+            outcome = _run_attempts(workers, config, log)
             report.end(outcome, time.monotonic() - began, log)
             on_end(outcome)
     except (OSError, RuntimeError, MemoryError) as error:
@@ -247,24 +246,12 @@ def worker_settings(
     )
 
 
-def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> AttemptOutcome:
-    """Run all ranks; when one fails, restart all of them while restarts are left.
-
-    A single restarted rank would meet the others in the middle of a collective. So all are stopped, and all start again
-    with an empty store. State that they have not saved is lost.
-    """
-    ranks = range(config.nproc_per_node)
+def _run_attempts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> AttemptOutcome:
+    if config.max_nodes > 1:
+        return _run_with_other_hosts(workers, config, log)
     host, port = parse_endpoint(config.rdzv_endpoint or LOCALHOST, 0)
     host = parse_host(config.local_addr) if config.local_addr else loopback_address() if host == LOCALHOST else host
-    for restarts in range(config.max_restarts + 1):
-        if restarts:
-            log(f"restarting all ranks ({restarts} of {config.max_restarts})")
-        with job_store(port, host) as chosen:
-            assignment = Assignment(ranks, len(ranks), host, chosen, restart_count=restarts, secret=new_secret())
-            outcome = workers.run(assignment)
-        if outcome.first_failure is None:
-            break
-    return outcome
+    return run_with_restarts(workers.run, config.nproc_per_node, config.max_restarts, host, port, log)
 
 
 def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> AttemptOutcome:
@@ -294,7 +281,7 @@ def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Call
     if end.text and not end.is_own:
         text = end.text
         if end.failure and "rank" in end.failure:
-            from torchdist_ref.launcher.failures import describe_remote
+            from torchdist_ref.launcher.child_failures import describe_remote
 
             text += f"\n{describe_remote(end.failure)}"
         log(f"the job failed; first failure: {text}")
@@ -336,7 +323,7 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
 def _raise(outcome: AttemptOutcome, name: str) -> None:
     if not outcome.code:
         return
-    from torchdist_ref.launcher.failures import (
+    from torchdist_ref.launcher.child_failures import (
         ChildFailedError,
         ProcessFailure,
         SignalException,

@@ -26,7 +26,7 @@ from typing import Any
 from torchdist_ref.errors import ArgumentError, BackendArgumentError, UsageError
 from torchdist_ref.launcher import entrypoint as worker_entrypoint
 from torchdist_ref.launcher import orphans
-from torchdist_ref.launcher.failures import ProcessFailure, SignalException, as_torchs
+from torchdist_ref.launcher.child_failures import ProcessFailure, SignalException, as_torchs
 from torchdist_ref.launcher.local_workers import (
     DEFAULT_SIGNALS,
     SHUTDOWN_SECONDS,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from torchdist_ref.errors import indexed
+from torchdist_ref.launcher.child_failures import as_subclass_of_torchs
 from torchdist_ref.launcher.contexts import MultiprocessContext, RunProcsResult
-from torchdist_ref.launcher.failures import as_subclass_of_torchs
 from torchdist_ref.processes.control import signal_name
 
 _TORCHS = "torch.multiprocessing.spawn"

@@ -1,13 +1,11 @@
-"""Failures of workers, with torch's names: their records, the errors that report them, and the decorator `record`.
+"""Failures of child processes, with torch's names: the errors that report them, and the lines that describe them.
 
-A worker's entry function is decorated with `record`; its exception then lies in the file that TORCHELASTIC_ERROR_FILE
-names, in torch's JSON layout, and the launcher shows it last. `ChildFailedError` and `SignalException` are raised as
-subclasses of torch's classes where those are imported: a job that fails in a program calls `import_torchs` before.
+`ChildFailedError` and `SignalException` are raised as subclasses of torch's classes where those are imported: a job
+that fails in a program calls `import_torchs` before. `record` and `error_handler` write what is read here.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import importlib
 import json
@@ -17,28 +15,25 @@ import signal
 import socket
 import sys
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from torchdist_ref.errors import indexed, message_of
+from torchdist_ref.errors import indexed
+from torchdist_ref.launcher import error_handler
 from torchdist_ref.launcher.worker import TRACEBACK
 from torchdist_ref.processes.control import signal_name
-from torchdist_ref.processes.failure_record import ERROR_FILE, NO_FILE
+from torchdist_ref.processes.failure_record import NO_FILE
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
-_TORCH = "torch.distributed.elastic.multiprocessing"
+TORCH = "torch.distributed.elastic.multiprocessing"
 _NO_TRACEBACK = "decorate the main function with torchdist_ref.elastic.multiprocessing.errors.record"
 # Of a log file, in a report.
 _MAX_TAIL_LINES, _MAX_TAIL_BYTES = 20, 8192
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 @dataclass
@@ -194,7 +189,7 @@ def describe(rank: int, failure: Any, host: str = "") -> str:
 def _enriched(text: str, error_file: str) -> str:
     """Return the text for a worker that a signal has killed, with what the error handler adds."""
     try:
-        return get_error_handler().maybe_enrich_signal_failure_message(text, error_file)
+        return error_handler.get_error_handler().maybe_enrich_signal_failure_message(text, error_file)
     except Exception:
         logger.warning("the error handler cannot add to the message for a killed worker", exc_info=True)
         return text
@@ -238,7 +233,7 @@ class SignalException(Exception):
 def import_torchs() -> None:
     """Import torch's classes if torch is installed, so that a program can catch an error by their names."""
     with suppress(Exception):
-        importlib.import_module(f"{_TORCH}.api")
+        importlib.import_module(f"{TORCH}.api")
 
 
 def as_torchs(kind: Any, module: str) -> Any:
@@ -248,7 +243,7 @@ def as_torchs(kind: Any, module: str) -> Any:
         kind: Class of this module.
         module: Module of torch's class, below torch.distributed.elastic.multiprocessing.
     """
-    return as_subclass_of_torchs(kind, f"{_TORCH}.{module}")
+    return as_subclass_of_torchs(kind, f"{TORCH}.{module}")
 
 
 def as_subclass_of_torchs(kind: Any, module: str) -> Any:
@@ -264,158 +259,3 @@ def as_subclass_of_torchs(kind: Any, module: str) -> Any:
 @functools.cache
 def _subclass(kind: Any, torchs: Any) -> Any:
     return kind if torchs is None else type(kind.__name__, (kind, torchs), {"__module__": kind.__module__})
-
-
-class ErrorHandler:
-    """Writer of failure records. Subclass it to write more, and pass an instance to `record`."""
-
-    _fn_name: str | None = None
-
-    def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
-        """Set the name of the function that `record` decorates; it calls this before `initialize`. Since torch 2.15.
-
-        Args:
-            fn_name: Qualified name, which subclasses find in the attribute ``_fn_name``; None if it has none.
-        """
-        self._fn_name = fn_name
-
-    def record_success(self) -> None:
-        """Do nothing; `record` calls this when the function has returned. Since torch 2.15.
-
-        A subclass may report the success. Its exceptions are raised to the caller, and no failure is recorded.
-        """
-
-    def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
-        """Return the message for a worker that a signal has killed, unchanged. Since torch 2.15.
-
-        A subclass may add what it knows, such as a fault of a device; `get_error_handler` has to return it. Its
-        exceptions are logged, and the message stays as it was.
-
-        Args:
-            message: The message.
-            error_file: Path of the worker's failure record, which need not exist.
-        """
-        return message
-
-    def initialize(self) -> None:
-        """Prepare the process: print the stacks of all threads if it crashes."""
-        try:
-            faulthandler.enable(all_threads=True)
-        except Exception as error:
-            warnings.warn(f"the fault handler cannot be enabled: {message_of(error)}", stacklevel=2)
-
-    def record_exception(self, e: BaseException) -> None:
-        """Write an exception to the file that TORCHELASTIC_ERROR_FILE names; without the variable, do nothing."""
-        path = os.environ.get(ERROR_FILE)
-        if path:
-            stack = "".join(traceback.format_exception(e))
-            extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-            _write(path, {"message": {"message": message_of(e), "extraInfo": extra}})
-
-    def override_error_code_in_rootcause_data(
-        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
-    ) -> None:
-        """Set the exit code in the content of a child's failure record.
-
-        Args:
-            rootcause_error_file: Path of the record.
-            rootcause_error: Its content.
-            error_code: Exit code.
-        """
-        message = rootcause_error.get("message")
-        if isinstance(message, dict):
-            message["errorCode"] = error_code
-        else:
-            logger.warning("%s has no place for the exit code %d", rootcause_error_file, error_code)
-
-    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy a child's failure record to the file that TORCHELASTIC_ERROR_FILE names.
-
-        Args:
-            rootcause_error_file: Path of the child's record.
-            error_code: Exit code to write into the copy; 0 keeps the child's.
-        """
-        _hand_on(self, rootcause_error_file, json.loads(Path(rootcause_error_file).read_text("utf-8")), error_code)
-
-
-def get_error_handler() -> ErrorHandler:
-    """Return a new error handler."""
-    return ErrorHandler()
-
-
-def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
-    """Decorate the entry function of a worker, so that its exception is written to its failure record.
-
-    Use it once in a process, on its outermost function. `SystemExit` with code 0 makes the function return None.
-    A `ChildFailedError`, ours or torch's, hands on the record of the child that failed first.
-
-    Args:
-        fn: Function.
-        error_handler: Writer of the record. Default None: `get_error_handler`.
-
-    Example:
-        >>> @record
-        ... def main(number):
-        ...     return number + 1
-        >>> main(1)
-        2
-    """
-    handler = error_handler or get_error_handler()
-    # Handlers of torch before 2.15 have fewer methods.
-    is_told = hasattr(handler, "set_entrypoint_fn_name")
-
-    @functools.wraps(fn)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        if is_told:
-            handler.set_entrypoint_fn_name(getattr(fn, "__qualname__", None))
-        handler.initialize()
-        try:
-            result = fn(*args, **kwargs)
-        except SystemExit as end:
-            if end.code == 0:
-                return None
-            raise
-        except Exception as error:
-            if isinstance(error, ChildFailedError) or _is_torchs(error):
-                _, failure = error.get_first_failure()  # type: ignore[attr-defined]
-                if failure.error_file != NO_FILE:
-                    handler.dump_error_file(failure.error_file, failure.exitcode)
-                elif isinstance(failure.error_file_data.get("message"), dict):
-                    # The file has been removed with the temporary folder of its job.
-                    _hand_on(handler, NO_FILE, failure.error_file_data, failure.exitcode)
-                else:
-                    logger.info("local rank %d left no failure record", failure.local_rank)
-            else:
-                handler.record_exception(error)
-            raise
-        if is_told:
-            handler.record_success()
-        return result
-
-    return wrapper
-
-
-def _hand_on(handler: ErrorHandler, source: str, content: dict[str, Any], error_code: int) -> None:
-    """Write the content of a child's record, which is or was in the file `source`, as the record of this process."""
-    if error_code:
-        handler.override_error_code_in_rootcause_data(source, content, error_code)
-    path = os.environ.get(ERROR_FILE)
-    if path:
-        _write(path, content)
-    else:
-        logger.error("%s is not set: the failure record %s is not copied", ERROR_FILE, source)
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
-    try:
-        # Readers see the whole record or none.
-        temporary = Path(f"{path}.{os.getpid()}")
-        temporary.write_text(json.dumps(content), "utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        warnings.warn(f"the failure record cannot be written: {error}", stacklevel=3)
-
-
-def _is_torchs(error: Exception) -> bool:
-    torchs = getattr(sys.modules.get(f"{_TORCH}.errors"), "ChildFailedError", None)
-    return torchs is not None and isinstance(error, torchs)
