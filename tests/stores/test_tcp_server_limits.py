@@ -113,7 +113,8 @@ def deliver(loop: server.ServerLoop, client: socket.socket, data: bytes) -> None
             with contextlib.suppress(BlockingIOError):
                 left = left[client.send(left) :] if left else left
             loop.run_round(wait=False)
-    for _ in range(3):
+    # What the kernel has accepted is read in so many rounds at most.
+    for _ in range(3 + len(data) // server.MAX_READ_BYTES):
         loop.run_round(wait=False)
 
 
