@@ -143,7 +143,8 @@ def registries_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def late_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `run` wait longer for the others once a rank has died: a busy machine may not resume them within 3 s."""
-    monkeypatch.setattr("torchdist_ref.testing.running.GRACE_SECONDS", 15.0)
+    running = importlib.import_module("torchdist_ref.testing.running")
+    monkeypatch.setattr(running, "LIMITS", running.RunLimits(grace=15.0))
 
 
 @pytest.fixture(scope="session")

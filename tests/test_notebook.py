@@ -7,6 +7,7 @@ end by themselves: the end of the test shows that they were interrupted.
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import re
 import signal
@@ -28,14 +29,25 @@ from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.notebook import CellError, CellInterrupted, PoolError, RankPool, RankServer
 from torchdist_ref.notebook.magic import SpmdMagics, SpmdUsageError
-from torchdist_ref.notebook.request import RankRequest
 from torchdist_ref.testing import fill
+from torchdist_ref.timeouts import Clock
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "import os, signal, sys\nrank = int(os.environ['RANK'])"
 WAIT = "while True: signal.pause()"
 AWAIT_USER = "signal.sigwait({signal.SIGUSR1})"
 Shown = list[tuple[int, Any]]
+LONG_SECONDS = 600.0
+
+
+class UserClock(Clock):
+    """Clock that tests move on, or slow down."""
+
+    def __init__(self) -> None:
+        self.skipped, self.rate = 0.0, 1.0
+
+    def now(self) -> float:
+        return super().now() * self.rate + self.skipped
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +60,13 @@ def server() -> Iterator[RankServer]:
 
 
 @pytest.fixture
-def pool(server: RankServer) -> Iterator[RankPool]:
-    with RankPool(3, server) as pool:
+def clock() -> UserClock:
+    return UserClock()
+
+
+@pytest.fixture
+def pool(server: RankServer, clock: UserClock) -> Iterator[RankPool]:
+    with RankPool(3, server, clock) as pool:
         pool.run(BEGIN)
         yield pool
     assert psutil.Process(server.pid).children() == []
@@ -71,17 +88,19 @@ def have_marked(folder: Path, ranks: set[int]) -> bool:
     return {int(path.name) for path in folder.iterdir()} >= ranks
 
 
-def late_once_others_have_answered(monkeypatch: pytest.MonkeyPatch, late: set[int], folder: Path) -> None:
-    """Have the time of a request last until these ranks wait, and the others have answered: any rank may be slow."""
-    on_deadline = RankRequest._on_deadline
+def once_others_have_answered(clock: UserClock, late: set[int], folder: Path, skips: int = 1) -> dict[str, Any]:
+    """Return options of a request whose time is over once these ranks wait, and the others have answered."""
 
-    def later(request: RankRequest) -> None:
-        if request._report.late or (request._waiting == late and have_marked(folder, late)):
-            on_deadline(request)
-        else:
-            request._deadline += 0.05
+    reports = itertools.count()
+    # The request sees that its time is over after the next report.
+    due = [2 * skip for skip in range(skips)]
 
-    monkeypatch.setattr(RankRequest, "_on_deadline", later)
+    def progress(activities: dict[int, str]) -> None:
+        waiting = {rank for rank, text in activities.items() if not text.startswith("done")}
+        if waiting == late and have_marked(folder, late) and next(reports) in due:
+            clock.skipped += LONG_SECONDS
+
+    return {"timeout": LONG_SECONDS, "progress": progress, "interval": 0.02}
 
 
 def failing(pool: RankPool, source: str, **options: Any) -> tuple[CellError, Shown]:
@@ -341,22 +360,19 @@ class TestFailures:
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
     def test_timeout_interrupts_and_names_unfinished_ranks(
-        self, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, pool: RankPool, clock: UserClock, tmp_path: Path
     ) -> None:
-        late_once_others_have_answered(monkeypatch, {0, 2}, tmp_path)
-        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {marked_wait(tmp_path)}", timeout=0.1)
-        assert str(error) == "ranks 0, 2 did not answer within 0.1 s: interrupted"
+        options = once_others_have_answered(clock, {0, 2}, tmp_path)
+        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {marked_wait(tmp_path)}", **options)
+        assert str(error) == "ranks 0, 2 did not answer within 600 s: interrupted"
         assert error.report.late == {0, 2} and error.report.silent == set()
         assert items == [(0, "begun"), (1, "begun"), (2, "begun")]
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_ranks_that_ignore_an_interrupt(
-        self, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        late_once_others_have_answered(monkeypatch, {2}, tmp_path)
-        monkeypatch.setattr("torchdist_ref.notebook.request.ANSWER_SECONDS", 0.5)
+    def test_ranks_that_ignore_an_interrupt(self, pool: RankPool, clock: UserClock, tmp_path: Path) -> None:
+        options = once_others_have_answered(clock, {2}, tmp_path, skips=2)
         source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {marked_wait(tmp_path)}"
-        error, _ = failing(pool, source, timeout=0.1)
+        error, _ = failing(pool, source, **options)
         assert str(error).startswith("rank 2 did not answer the interrupt. Stop the ranks (%spmd_stop), which kills")
         with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: restart them"):
             pool.run("rank")
@@ -393,9 +409,9 @@ class TestFailures:
 
 
 class TestInterrupt:
-    def test_interrupt_reaches_every_rank(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_interrupt_reaches_every_rank(self, pool: RankPool, clock: UserClock) -> None:
         # Each line that is shown interrupts: those that come later must not give the ranks up.
-        monkeypatch.setattr("torchdist_ref.notebook.request.DOUBLE_PRESS_SECONDS", 60.0)
+        clock.rate = 1 / 60
         items: Shown = []
 
         def listen(rank: int, item: Any) -> None:
@@ -425,8 +441,8 @@ class TestInterrupt:
             os.kill(pid, signal.SIGINT)
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_interrupt_during_much_output(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torchdist_ref.notebook.request.DOUBLE_PRESS_SECONDS", 60.0)
+    def test_interrupt_during_much_output(self, pool: RankPool, clock: UserClock) -> None:
+        clock.rate = 1 / 60
 
         def listen(rank: int, item: Any) -> None:
             if item in ("100", "101", "102") and rank == 0:
@@ -534,8 +550,7 @@ class Shell:
 @pytest.fixture
 def shell(server: RankServer) -> Iterator[Shell]:
     shell = Shell()
-    magics = SpmdMagics(shell)
-    magics._server = server
+    magics = SpmdMagics(shell, server)
     yield shell
     magics.stop()
 
@@ -681,27 +696,15 @@ class TestStreams:
             pool.run("rank")
 
 
-RANK_0_ANSWERS_IN_TIME = """
-from torchdist_ref.notebook.request import RankRequest
-on_deadline = RankRequest._on_deadline
-def later(request):
-    if 0 in request._waiting and not request._report.late:
-        request._deadline += 0.05
-    else:
-        on_deadline(request)
-RankRequest._on_deadline = later
-"""
-
-
 def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Slow, about five seconds: a kernel starts, and a rank server with torch.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [
-        f"%load_ext torchdist_ref.notebook\n{RANK_0_ANSWERS_IN_TIME}",
+        "%load_ext torchdist_ref.notebook",
         f"%%spmd -n 2\n{BEGIN}\nprint('hello')\nrank + 1",
         "%%spmd --ranks 1\nclass Picture:\n  _repr_svg_ = lambda s: '<svg/>'\nPicture()",
         "%%spmd\n1 / rank",
-        f"%%spmd --timeout 0.2\nif rank:\n  {WAIT}",
+        f"%%spmd --timeout 0.2\n{WAIT}",
         f"%%spmd\nx = 5 - rank\n{marked_wait(tmp_path)}",
         "%spmd_get x --rank 1\nx",
         "%spmd_get [os.getppid(),os.getpid()] --to pids\npids",
@@ -728,7 +731,7 @@ def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert rich[0].text == "[rank 1]\n" and rich[1].data["image/svg+xml"] == "<svg/>"
     assert [output.get("text") for output in error if "text" in output] == ["[rank 1] 1.0\n"]
     assert error[-1].ename == "CellError" and "[rank 0]     1 / rank\n" in error[-1].traceback[0]
-    assert late[-1].evalue == "rank 1 did not answer within 0.2 s: interrupted"
+    assert late[-1].evalue == "ranks 0, 1 did not answer within 0.2 s: interrupted"
     assert interrupted[-1].evalue == "interrupted by you: ranks 0, 1"
     assert fetched[0].data["text/plain"] == "4"
     assert all_ended([int(word) for word in pids[0].data["text/plain"].strip("[]").split(",")])

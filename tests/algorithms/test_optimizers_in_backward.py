@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as torchs
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer as torchs_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _OptimizerHookState as TorchState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
@@ -19,10 +20,10 @@ from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
     default_hooks,
-    optimizer_overlap_hooks,
     powerSGD_hook,
     quantization_hooks,
 )
+from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer, _OptimizerHookState
 from torchdist_ref.optim import ZeroRedundancyOptimizer
 from torchdist_ref.testing import run
 
@@ -71,15 +72,15 @@ def after_hook(rank: int, path: str, some: bool, views: bool) -> list[Tensor]:
     """torch's `_hook_then_optimizer` on torch's DDP, and ours on ours; on all parameters or on some."""
     meet(rank, 2, path)
     found = []
-    for wrap, hooks, inner in (
-        (TorchDDP, torchs, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook),
-        (DDP, optimizer_overlap_hooks, default_hooks.allreduce_hook),
+    theirs = torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook
+    for wrap, state, then_optimizer, inner in (
+        (TorchDDP, TorchState, torchs_wrapper, theirs),
+        (DDP, _OptimizerHookState, _hook_then_optimizer, default_hooks.allreduce_hook),
     ):
         model = build("mlp")
         ddp = wrap(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
         chosen = list(model.parameters())[:3] if some else None
-        state = hooks._OptimizerHookState(Momentum(), chosen)
-        ddp.register_comm_hook(None, hooks._hook_then_optimizer(inner, state))
+        ddp.register_comm_hook(None, then_optimizer(inner, state(Momentum(), chosen)))
         steps(ddp, rank, 6)
         found.append(states(model))
     torch.distributed.destroy_process_group()
@@ -105,7 +106,7 @@ def test_the_optimizer_steps_on_the_result_of_the_hook_in_any_memory(hook: Any) 
         ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
         ddp.register_comm_hook(
             None,
-            optimizer_overlap_hooks._hook_then_optimizer(hook, optimizer_overlap_hooks._OptimizerHookState(Momentum())),
+            _hook_then_optimizer(hook, _OptimizerHookState(Momentum())),
         )
         steps(ddp, rank, 4)
         return states(ddp.module)
@@ -145,7 +146,7 @@ def test_parameters_that_carry_optimizers_step_on_averages(views: bool, tmp_path
 
 def test_an_object_that_is_no_functional_optimizer_raises() -> None:
     with pytest.raises(dist.ArgumentError, match="method step_param"):
-        optimizer_overlap_hooks._OptimizerHookState(object())
+        _OptimizerHookState(object())
 
 
 # ---- sharded

@@ -18,12 +18,13 @@ import torchdist_ref as dist
 from tests.parallel.training import forked, train
 from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
-from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook as module
 from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import LayerRanks, ranks_for_bytes, ranks_for_error
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     SeedStream,
     batched_powerSGD_hook,
+    compressed_average,
+    plan_of,
     powerSGD_hook,
 )
 from torchdist_ref.algorithms.division import Divisor
@@ -417,9 +418,8 @@ def by_hand(state: PowerSGDState, gradients: list[Tensor], steps: int, parameter
     for _ in range(steps):
         buffer = torch.cat([g.flatten() for g in gradients])
         bucket = dist.GradBucket(buffer=buffer, gradients=gradients, parameters=parameters)
-        sent = list(
-            module._step(state, bucket, module._plan(state, bucket, state.number_parameters(bucket)), Divisor(1))
-        )
+        plan = plan_of(state, bucket, state.number_parameters(bucket))
+        sent = list(compressed_average(state, bucket, plan, Divisor(1)))
     return bucket.gradients(), sent
 
 

@@ -15,12 +15,12 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel import distributed as torch_ddp
+from torch.nn.parallel.distributed import _BufferCommHookLocation as TorchLocation
 
 import torchdist_ref as dist
 from tests.parallel.training import caught_by_others, forked
 from tests.torchs_world import start_torch
-from torchdist_ref.parallel import distributed_data_parallel as our_ddp
+from torchdist_ref.parallel.distributed_data_parallel import _BufferCommHookLocation as Location
 from torchdist_ref.testing import fill, run
 
 DDP = dist.DistributedDataParallel
@@ -58,7 +58,7 @@ def state_of(ddp: Any) -> list[Tensor]:
 
 def hooked(wrap: Any, rank: int, when: str, how: str) -> list[Any]:
     """Run three steps with a hook that sums buffers, or copies rank 0's."""
-    library, places = (torch.distributed, torch_ddp) if wrap is TorchDDP else (dist, our_ddp)
+    library, location = (torch.distributed, TorchLocation) if wrap is TorchDDP else (dist, Location)
     ddp, shown = wrap(Counting()), []
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> Any:
@@ -70,7 +70,7 @@ def hooked(wrap: Any, rank: int, when: str, how: str) -> list[Any]:
         futures = [work.get_future() for work in works]
         return futures if how == "futures" else [future.wait() for future in futures] and None
 
-    ddp._register_buffer_comm_hook("state", hook, getattr(places._BufferCommHookLocation, when))
+    ddp._register_buffer_comm_hook("state", hook, location[when])
     found: list[Any] = []
     for step in range(3):
         # The sums of a hook have to be complete before another forward pass.
@@ -120,7 +120,7 @@ def test_join_runs_buffer_hooks_on_a_rank_without_inputs(when: str) -> None:
         def hook(state: Any, buffers: dict[str, Tensor]) -> None:
             dist.all_reduce(buffers["seen"])
 
-        ddp._register_buffer_comm_hook(None, hook, getattr(our_ddp._BufferCommHookLocation, when))
+        ddp._register_buffer_comm_hook(None, hook, Location[when])
         with ddp.join():
             for step in range(1 + rank):
                 ddp(inputs(rank, step)).sum().backward()

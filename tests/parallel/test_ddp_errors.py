@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -318,20 +317,13 @@ def test_a_hook_that_fails_on_one_rank_ends_the_waits_in_the_group_of_its_state(
 def test_a_future_that_is_never_completed_raises_at_the_time_out(backend: str) -> None:
     def program(rank: int) -> None:
         ddp = DDP(build("mlp"))
-        # The ranks have had longer to start.
-        dist.group.WORLD.timeout = 1.2
+        # No collective runs from here on, so the ranks need not be on time.
+        dist.group.WORLD.timeout = 0.05
         ddp.register_comm_hook(None, lambda state, bucket: Future())
-        start = time.monotonic()
-        try:
-            backward(ddp, rank)
-        finally:
-            taken.append(time.monotonic() - start)
+        backward(ddp, rank)
 
-    taken: list[float] = []
     error = failure(program, backend=backend)
-    assert isinstance(error, dist.RankStalledError) and "was not completed within 1.2 s" in str(error)
-    # Well before the time-out of the group.
-    assert max(taken) < 12
+    assert isinstance(error, dist.RankStalledError) and "was not completed within 0.05 s" in str(error)
 
 
 def test_the_iteration_after_a_failed_hook_works() -> None:

@@ -110,7 +110,7 @@ def restored(wrap: Any, rank: int) -> Any:
 def ignored(wrap: Any, rank: int) -> Any:
     """A parameter and a buffer that are each rank's own."""
     model = build("convnet")
-    model._ddp_params_and_buffers_to_ignore = ["1.bias", "2.running_mean"]  # type: ignore[assignment]
+    wrap._set_params_and_buffers_to_ignore_for_model(model, ["1.bias", "2.running_mean"])
     ddp = wrap(model, bucket_cap_mb=SMALL)
     momenta = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -142,29 +143,31 @@ def test_a_copy_finalizes_as_the_original_does() -> None:
 def test_lazy_buckets_exist_during_backward_only(options: dict[str, Any]) -> None:
     def program(rank: int) -> Any:
         ddp = dist.DistributedDataParallel(model(), lazy_bucket_allocation=True, **options)
+        buffers: list[weakref.ref[torch.Tensor]] = []
+
+        def average_hook(_: Any, bucket: dist.GradBucket) -> Any:
+            buffers.append(weakref.ref(bucket.buffer()))
+            # Not asynchronous: a group's thread keeps the tensors of its last call.
+            dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
         # The hook keeps all gradients in buckets; else ranks that share memory average the last ones in place.
         ddp.register_comm_hook(None, average_hook)
-        memory: list[Any] = [held(ddp)]
-        found = []
+        memory, found = [], []
         for step in range(STEPS):
             ddp.zero_grad()
             output = ddp(fill(7 * step + rank, (5, 3))).pow(2).sum()
-            memory.append(held(ddp))
+            memory.append([reference() is not None for reference in buffers])
             output.backward()
-            memory.append(held(ddp))
             found.append(gradients(ddp))
+            # Views that are gradients keep their buffer.
+            ddp.zero_grad()
+            memory.append([reference() is not None for reference in buffers])
         return found, memory
 
     values = run(program, 2)
     check([found for found, _ in values])
-    assert all(memory == [0] * (1 + 2 * STEPS) for _, memory in values)
-
-
-def average_hook(_: Any, bucket: Any) -> Any:
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])  # type: ignore[union-attr]
-
-
-def held(ddp: Any) -> int:
-    """Return the number of buffers that the buckets hold."""
-    return sum(len(bucket._own._allocated) + len(bucket.wire_buffers._allocated) for bucket in ddp.reducer.buckets)
+    for _, memory in values:
+        assert len(memory[-1]) >= STEPS and not any(map(any, memory))

@@ -9,13 +9,13 @@ import gc
 import os
 import pickle
 import queue
+import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ import torch
 import torchdist_ref.groups as dist
 from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, GroupAbortedError, MismatchError, RankDiedError
-from torchdist_ref.testing import RankError, RankTimeoutError, RemoteError, fill, process_ranks, run, running
-from torchdist_ref.testing.outcomes import Outcome
+from torchdist_ref.testing import RankError, RankTimeoutError, RemoteError, fill, run
+from torchdist_ref.testing.outcomes import Outcome, RankProgram, RunLimits
+from torchdist_ref.testing.process_ranks import ProcessRanks
+from torchdist_ref.testing.running import ThreadRanks, supervise
+from torchdist_ref.timeouts import Clock
 
 both = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -78,29 +81,37 @@ def test_processes_have_their_own_memory_and_one_thread() -> None:
     assert seen == []
 
 
-@pytest.fixture
-def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks on a busy machine take longer than three seconds to end after the first failure."""
-    monkeypatch.setattr(running, "GRACE_SECONDS", 30.0)
+def supervised(fn: Callable[[int], Any], world_size: int, ranks: str = "threads", **limits: Any) -> list[Any]:
+    """Run a function as `run` does with ``init=False``; ranks of a busy machine have long to end after a failure."""
+    return supervise(runner(fn, world_size, ranks, **limits))
+
+
+def runner(
+    fn: Callable[[int], Any],
+    world_size: int,
+    ranks: str = "threads",
+    init: bool = False,
+    timeout: float = 60.0,
+    **limits: Any,
+) -> ThreadRanks | ProcessRanks:
+    kind = ThreadRanks if ranks == "threads" else ProcessRanks
+    return kind(RankProgram(fn, (), world_size, "ref", timeout, init), RunLimits(**({"grace": 30.0} | limits)))
 
 
 @both
-@pytest.mark.usefixtures("long_grace")
 def test_a_failure_reports_its_rank_and_cause(ranks: str) -> None:
     def program(rank: int) -> None:
         if rank == 1:
             raise ValueError("boom")
         dist.barrier()
 
-    began = time.monotonic()
     words = r"^rank 1 of 3 failed with ValueError: boom\n  rank 0 failed.*\n  rank 2"
     with pytest.raises(RankError, match=words) as caught:
-        run(program, 3, ranks=ranks, timeout=60.0)
+        supervise(runner(program, 3, ranks, init=True))
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
+    # The others were notified: their own time-out has another error.
     assert all(isinstance(caught.value.outcomes[rank].error, GroupAbortedError | RankDiedError) for rank in (0, 2))
-    # The others were notified and did not wait for their deadline.
-    assert time.monotonic() - began < 30
 
 
 def test_a_failure_in_a_process_includes_its_traceback() -> None:
@@ -115,7 +126,6 @@ def test_a_failure_in_a_process_includes_its_traceback() -> None:
     assert 'raise KeyError("lost")' in note and "process_ranks.py" not in note and "outcomes.py" not in note
 
 
-@pytest.mark.usefixtures("long_grace")
 def test_the_cause_is_reported_before_failures_that_follow_from_it() -> None:
     first = threading.Event()
 
@@ -129,10 +139,9 @@ def test_the_cause_is_reported_before_failures_that_follow_from_it() -> None:
             first.set()
 
     with pytest.raises(RankError, match="rank 1 of 2 failed with ValueError: the cause"):
-        run(program, 2, init=False)
+        supervised(program, 2)
 
 
-@pytest.mark.usefixtures("long_grace")
 def test_the_signal_of_a_killed_rank_is_reported() -> None:
     def program(rank: int) -> int:
         if rank == 2:
@@ -141,7 +150,7 @@ def test_the_signal_of_a_killed_rank_is_reported() -> None:
 
     words = r"^rank 2 of 3 was killed by SIGKILL\n  rank 0 returned\n  rank 1 returned\nSee: rank-died$"
     with pytest.raises(RankError, match=words) as caught:
-        run(program, 3, ranks="processes", init=False)
+        supervised(program, 3, "processes")
     assert caught.value.rank == 2 and caught.value.__cause__ is None
 
 
@@ -158,22 +167,45 @@ def test_an_exit_without_a_result_is_reported() -> None:
         run(lambda rank: os._exit(5), 1, ranks="processes", init=False)
 
 
-def give_up_when(monkeypatch: pytest.MonkeyPatch, ready: Callable[[queue.SimpleQueue[Outcome]], object]) -> None:
-    """Let the time of the next run be over once its ranks are ready; `ready` gets the outcomes that have arrived."""
-    gather = running._gather
+class Gate(Clock):
+    """Clock that shows 0 at first, and then a time beyond every deadline: as soon as the ranks are ready."""
 
-    def gather_then(arrivals: queue.SimpleQueue[Outcome], world_size: int, _: float) -> dict[int, Outcome]:
-        ready(arrivals)
-        return gather(arrivals, world_size, 0.1)
+    def __init__(self, *ready: Callable[[], object]) -> None:
+        self._ready = iter(ready)
+        self._begun = False
 
-    monkeypatch.setattr(running, "_gather", gather_then)
+    def now(self) -> float:
+        if not self._begun:
+            self._begun = True
+            return 0.0
+        for wait in self._ready:
+            assert wait()
+        return 1e9
 
 
-def await_the_first(arrivals: queue.SimpleQueue[Outcome]) -> None:
-    arrivals.put(arrivals.get(timeout=30))
+class Arrivals(queue.SimpleQueue[Outcome]):
+    """Queue of outcomes that announces the first one."""
+
+    def __init__(self) -> None:
+        self.some = threading.Event()
+
+    def put(self, outcome: Outcome, block: bool = True, timeout: float | None = None) -> None:
+        super().put(outcome)
+        self.some.set()
 
 
-def test_timeout_reports_hanging_processes_and_their_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def timed_out(ranks: str, fn: Callable[[int], Any], world_size: int, ready: Callable[[], object], **limits: Any) -> Any:
+    """Run a function whose time is over once `ready` has returned and a rank has ended; return the error."""
+    arrivals = Arrivals()
+    clock = Gate(ready, lambda: arrivals.some.wait(30))
+    run = runner(fn, world_size, ranks, clock=clock, **limits)
+    run.outcomes = arrivals
+    with pytest.raises(RankTimeoutError) as caught:
+        supervise(run)
+    return caught.value
+
+
+def test_timeout_reports_hanging_processes_and_their_stacks() -> None:
     reader, writer = os.pipe()
 
     def wait_for_ever(rank: int) -> int:
@@ -182,36 +214,29 @@ def test_timeout_reports_hanging_processes_and_their_stacks(monkeypatch: pytest.
             signal.pause()
         return rank
 
-    def ready(arrivals: queue.SimpleQueue[Outcome]) -> None:
-        for _ in range(3):
-            assert select.select([reader], [], [], 30)[0] and os.read(reader, 1)
-        await_the_first(arrivals)
+    def ready() -> bool:
+        return all(select.select([reader], [], [], 30)[0] and os.read(reader, 1) for _ in range(3))
 
-    give_up_when(monkeypatch, ready)
-    monkeypatch.setattr(process_ranks, "_DUMP_SECONDS", 30.0)
-    words = r"^ranks 1, 2 of 3 did not finish within 0.3 s\n  rank 0 returned\n"
-    with pytest.raises(RankTimeoutError, match=words) as caught:
-        run(wait_for_ever, 3, ranks="processes", init=False, timeout=0.3)
+    error = timed_out("processes", wait_for_ever, 3, ready, dump=30.0)
     os.close(reader)
     os.close(writer)
-    assert str(caught.value).count("in wait_for_ever") == 2
-    assert isinstance(caught.value, TimeoutError) and caught.value.rank == 1
+    assert str(error).startswith("ranks 1, 2 of 3 did not finish within 60 s\n  rank 0 returned\n")
+    assert str(error).count("in wait_for_ever") == 2
+    assert isinstance(error, TimeoutError) and error.rank == 1
 
 
-def test_timeout_reports_hanging_threads_and_their_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchdist_ref.testing.running._JOIN_SECONDS", 0.1)
+def test_timeout_reports_hanging_threads_and_their_stacks() -> None:
     begun, gate = threading.Event(), threading.Event()
 
     def wait_for_ever(rank: int) -> int:
         return rank if rank == 0 else begun.set() or gate.wait()
 
-    give_up_when(monkeypatch, lambda arrivals: (begun.wait(30), await_the_first(arrivals)))
-    with pytest.raises(RankTimeoutError, match=r"^rank 1 of 2 did not finish within 0.2 s\n(.*\n)*.*gate.wait\(\)"):
-        run(wait_for_ever, 2, init=False, timeout=0.2)
+    error = timed_out("threads", wait_for_ever, 2, lambda: begun.wait(30), join=0.1)
+    assert re.match(r"rank 1 of 2 did not finish within 60 s\n(.*\n)*.*gate.wait\(\)", str(error))
     gate.set()
 
 
-def test_timeout_aborts_the_group_of_hanging_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_aborts_the_group_of_hanging_threads() -> None:
     begun, stopped = threading.Event(), threading.Event()
 
     def program(rank: int) -> None:
@@ -224,9 +249,8 @@ def test_timeout_aborts_the_group_of_hanging_threads(monkeypatch: pytest.MonkeyP
         finally:
             stopped.set()
 
-    give_up_when(monkeypatch, lambda _: begun.wait(30))
     with pytest.raises(RankError):
-        run(program, 2, timeout=60.0)
+        supervise(runner(program, 2, init=True, clock=Gate(lambda: begun.wait(30))))
     # Long before the receive's own time-out.
     assert stopped.wait(20)
 

@@ -91,11 +91,12 @@ class SpmdMagics:
     Args:
         shell: IPython shell to register them with, or an object with its `register_magic_function`, `user_ns` and
             `display_pub`.
+        server: Running rank server. Default None: the first cell starts one.
     """
 
-    def __init__(self, shell: Any) -> None:
+    def __init__(self, shell: Any, server: RankServer | None = None) -> None:
         self._shell = shell
-        self._server: RankServer | None = None
+        self._server = server
         self._pool: RankPool | None = None
         self._displays = itertools.count(1)
         for parser, kind, action in (

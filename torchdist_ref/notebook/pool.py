@@ -11,7 +11,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdist_ref.elastic.attempt import Assignment
 from torchdist_ref.errors import ArgumentError, explain
@@ -25,6 +25,9 @@ from torchdist_ref.notebook.server import RankConnection, RankServer
 from torchdist_ref.processes.control import describe_exit, name_ranks
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.stores.addresses import loopback_address
+
+if TYPE_CHECKING:
+    from torchdist_ref.timeouts import Clock
 
 # Time that the other ranks have after one has failed.
 _GRACE_SECONDS = 10.0
@@ -44,6 +47,7 @@ class RankPool:
     Args:
         world_size: Number of ranks, at least 1.
         server: Running rank server to start them with. Default None: a new one, which `close` ends.
+        clock: Clock of time-outs and reports. Default None: the monotonic clock.
 
     Attributes:
         world_size: Number of ranks.
@@ -65,10 +69,11 @@ class RankPool:
         2
     """
 
-    def __init__(self, world_size: int, server: RankServer | None = None) -> None:
+    def __init__(self, world_size: int, server: RankServer | None = None, clock: Clock | None = None) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise ArgumentError(explain("RankPool", "world_size", "a number of ranks, at least 1", world_size))
         self.world_size = world_size
+        self._clock = clock
         self._own_server = server is None
         self._server = server or RankServer()
         self._connections: list[RankConnection] = []
@@ -201,7 +206,8 @@ class RankPool:
             raise PoolError(f"{self._unusable}: restart them (%spmd_stop, then %%spmd -n {self.world_size})")
         order = RankOrder([connection.rank for connection in connections], show)
         try:
-            report = RankRequest(self._server, connections, order, timeout, grace, progress, interval).run(message)
+            times = (timeout, grace, progress, interval, self._clock)
+            report = RankRequest(self._server, connections, order, *times).run(message)
         except BaseException:
             # Ranks may still have to answer, and the next request would receive that.
             self._unusable = "an earlier request was broken off"

@@ -14,7 +14,6 @@ import selectors
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from multiprocessing.connection import Connection
@@ -25,13 +24,14 @@ from torchdist_ref.notebook.rank import POSITION_SIGNAL, CellFailure
 from torchdist_ref.notebook.report import Report
 from torchdist_ref.notebook.server import RankConnection, RankServer
 from torchdist_ref.processes.control import signal_socket
+from torchdist_ref.timeouts import CLOCK, Clock
 
 # Time that an interrupted rank has to answer: C code that waits does not notice the interrupt at once.
 ANSWER_SECONDS = 5.0
 # An interrupt may come between a rank's last check for signals and its wait in C code: a second one ends the wait.
 _REPEAT_SECONDS = 0.5
 # A second interrupt by the user gives the ranks up, unless it follows the first one immediately.
-DOUBLE_PRESS_SECONDS = 1.0
+_DOUBLE_PRESS_SECONDS = 1.0
 
 
 Progress = Callable[[dict[int, str]], None]
@@ -53,6 +53,7 @@ class RankRequest:
         grace: Time for the others after one of them has failed, in seconds.
         progress: Function that receives what each rank is doing, at intervals, and an empty dict at the end; or None.
         interval: Seconds between two calls of `progress`.
+        clock: Clock of all times above. Default None: the monotonic clock.
     """
 
     def __init__(
@@ -64,17 +65,19 @@ class RankRequest:
         grace: float,
         progress: Progress | None = None,
         interval: float = 1.0,
+        clock: Clock | None = None,
     ) -> None:
         self._server = server
+        self._clock = clock or CLOCK
         self._connections = {connection.rank: connection for connection in connections}
         self._order = order
         self._grace = grace
         self._waiting = set(self._connections)
         self._begun: set[int] = set()
-        self._deadline = inf if timeout is None else time.monotonic() + timeout
+        self._deadline = inf if timeout is None else self._clock.now() + timeout
         self._repeat_at = inf
         self._progress, self._interval = progress or _ignore, interval
-        self._progress_at = inf if progress is None else time.monotonic() + interval
+        self._progress_at = inf if progress is None else self._clock.now() + interval
         self._positions: dict[int, str] = {}
         self._report = Report(waited=timeout or 0.0)
         self._interrupted_at = 0.0
@@ -115,11 +118,11 @@ class RankRequest:
 
     def _step(self) -> None:
         next_time = min(self._deadline, self._repeat_at, self._progress_at)
-        for key, _ in self._selector.select(None if next_time == inf else max(0.0, next_time - time.monotonic())):
+        for key, _ in self._selector.select(None if next_time == inf else max(0.0, next_time - self._clock.now())):
             # An earlier event of the same round may have completed this rank.
             if key.fd in self._selector.get_map():
                 key.data()
-        now = time.monotonic()
+        now = self._clock.now()
         if now >= self._repeat_at:
             self._repeat_at = inf
             self._signal(self._waiting & self._begun)
@@ -130,7 +133,7 @@ class RankRequest:
 
     def _report_progress(self) -> None:
         """Report what each rank did last, and ask those that run for their position, which the next report has."""
-        self._progress_at = time.monotonic() + self._interval
+        self._progress_at = self._clock.now() + self._interval
         for rank in self._connections:
             self._positions.setdefault(rank, "running")
             if rank in self._waiting & self._begun:
@@ -223,7 +226,7 @@ class RankRequest:
 
     def _shorten_deadline(self, failed: int) -> None:
         """Limit the time of the other ranks, which may be waiting for one that failed."""
-        deadline = time.monotonic() + self._grace
+        deadline = self._clock.now() + self._grace
         if not self._report.late and not self._report.interrupted and deadline < self._deadline:
             self._deadline, self._report.after, self._report.waited = deadline, failed, self._grace
 
@@ -231,7 +234,7 @@ class RankRequest:
         # The socket receives the number of each signal that this process handles in Python.
         if signal.SIGINT not in interrupts.recv(64):
             return
-        if self._report.interrupted and time.monotonic() > self._interrupted_at + DOUBLE_PRESS_SECONDS:
+        if self._report.interrupted and self._clock.now() > self._interrupted_at + _DOUBLE_PRESS_SECONDS:
             self._give_up()
         self._report.interrupted = True
         self._interrupt()
@@ -244,7 +247,7 @@ class RankRequest:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        self._interrupted_at = time.monotonic()
+        self._interrupted_at = self._clock.now()
         self._deadline = self._interrupted_at + ANSWER_SECONDS
         self._repeat_at = self._interrupted_at + _REPEAT_SECONDS
         # Ranks that have not begun would ignore the signal: they receive it when they have.

@@ -141,7 +141,8 @@ class DenseBucket:
         self.launched: Any = None
 
     def release(self) -> None:
-        """Free the buffers at the end of an iteration, if they are allocated anew in each."""
+        """Drop the result of an iteration, and the buffers too if they are allocated anew in each."""
+        self.launched = None
         if self._lazy:
             self._targets = []
             self._own.release()
@@ -332,7 +333,8 @@ class SparseBucket:
         self._zeros = False
 
     def release(self) -> None:
-        """See `DenseBucket.release`: there is no buffer."""
+        """Drop the result of an iteration."""
+        self.launched = None
 
     def set_packing(self, scale: float = 1.0, wire_dtype: torch.dtype | None = None) -> None:
         """Ignore scale and dtype: gradients are neither divided nor rounded here."""

@@ -18,6 +18,7 @@ from torchdist_ref.errors import GroupAbortedError, RankDiedError, indexed, mess
 from torchdist_ref.groups import world
 from torchdist_ref.processes.control import name_ranks
 from torchdist_ref.stores import Store
+from torchdist_ref.timeouts import CLOCK, Clock
 
 # Share of the time-out after which collectives fail: their own error explains more than a stack.
 _GROUP_TIMEOUT_SHARE = 0.8
@@ -99,6 +100,23 @@ class Outcome:
         if self.error is None:
             return "returned"
         return f"failed with {message_of(self.error)}".removesuffix(": ")
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """Times of a run beside its time-out, in seconds.
+
+    Attributes:
+        grace: Time that the others have after the first failure. Their group is aborted, so they need far less.
+        join: Time that hanging threads have to give up.
+        dump: Time that a hanging process has to dump its stack.
+        clock: Clock of the time-out and the grace.
+    """
+
+    grace: float = 3.0
+    join: float = 1.0
+    dump: float = 2.0
+    clock: Clock = CLOCK
 
 
 @dataclass(frozen=True)

@@ -33,22 +33,24 @@ from torchdist_ref.errors import add_note, message_of
 from torchdist_ref.processes import control as processes
 from torchdist_ref.stores import FileStore, Store
 from torchdist_ref.testing import outcomes
-from torchdist_ref.testing.outcomes import Outcome, RankProgram, RemoteError
-
-# Time that a hanging rank has to dump its stack.
-_DUMP_SECONDS = 2.0
+from torchdist_ref.testing.outcomes import Outcome, RankProgram, RemoteError, RunLimits
 
 
 class ProcessRanks:
     """Runner of a `RankProgram` on forked processes.
 
+    Args:
+        program: Program of each rank.
+        limits: Times of the run.
+
     Attributes:
+        program, limits: As given.
         outcomes: Queue of the outcomes, in order of arrival.
     """
 
-    def __init__(self, program: RankProgram) -> None:
+    def __init__(self, program: RankProgram, limits: RunLimits) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._program = program
+        self.program, self.limits = program, limits
         self._folder = ""
         self._files: list[RankFiles] = []
         self._children: list[processes.Child] = []
@@ -74,7 +76,7 @@ class ProcessRanks:
             self._children[rank].signal(signal.SIGABRT)
             self._children[rank].signal(signal.SIGCONT)
         for rank in ranks:
-            self._watchers[rank].join(_DUMP_SECONDS)
+            self._watchers[rank].join(self.limits.dump)
         return {rank: self._files[rank].stack() or "(no stack: it did not end on SIGABRT)" for rank in ranks}
 
     def show_output(self) -> None:
@@ -85,14 +87,14 @@ class ProcessRanks:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="torchdist_ref-")
-        self._files = [RankFiles() for _ in range(self._program.world_size)]
+        self._files = [RankFiles() for _ in range(self.program.world_size)]
         # Loaded with the first group otherwise, by each rank for itself: 25 ms of its processor.
         importlib.import_module("torchdist_ref.backends.ref")
         sys.stdout.flush()
         sys.stderr.flush()
         with processes.deferred_interrupts():
-            for rank in range(self._program.world_size):
-                run = functools.partial(run_child, rank, self._program, self._store, self._files[rank])
+            for rank in range(self.program.world_size):
+                run = functools.partial(run_child, rank, self.program, self._store, self._files[rank])
                 self._children.append(processes.fork(run))
             # A rank may interrupt this process at once; a thread that has not started cannot be joined.
             self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._children))]
@@ -100,7 +102,7 @@ class ProcessRanks:
                 watcher.start()
 
     def _store(self) -> FileStore:
-        return FileStore(os.path.join(self._folder, "store"), self._program.world_size)
+        return FileStore(os.path.join(self._folder, "store"), self.program.world_size)
 
     def _watch(self, rank: int) -> None:
         status = self._children[rank].wait()

@@ -15,21 +15,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import world
 from torchdist_ref.stores import HashStore
-from torchdist_ref.testing.outcomes import Outcome, RankProgram, user_frames, values_or_error
+from torchdist_ref.testing.outcomes import Outcome, RankProgram, RunLimits, user_frames, values_or_error
 from torchdist_ref.testing.process_ranks import ProcessRanks
 
 T = TypeVar("T")
-# Time that the others have after the first failure. Their group is aborted, so they need far less.
-GRACE_SECONDS = 3.0
-# Time that hanging threads have to give up.
-_JOIN_SECONDS = 1.0
+LIMITS = RunLimits()
+"""Limits of the runs of `run`."""
 
 
 def run(
@@ -77,11 +75,17 @@ def run(
         [[6.0, -3.0, 12.0], [6.0, -3.0, 12.0]]
     """
     _check(fn, world_size, ranks, timeout)
-    with _RUNNERS[ranks](RankProgram(fn, args, world_size, backend, timeout, init)) as runner:
-        outcomes = _gather(runner.outcomes, world_size, timeout)
-        stuck = runner.stacks(set(range(world_size)) - outcomes.keys())
+    return supervise(_RUNNERS[ranks](RankProgram(fn, args, world_size, backend, timeout, init), LIMITS))
+
+
+def supervise(runner: ThreadRanks | ProcessRanks) -> list[Any]:
+    """Run a program, and return the results or raise the error that `run` raises."""
+    program = runner.program
+    with runner:
+        outcomes = _gather(runner)
+        stuck = runner.stacks(set(range(program.world_size)) - outcomes.keys())
         runner.show_output()
-        return values_or_error(outcomes, stuck, world_size, timeout)
+        return values_or_error(outcomes, stuck, program.world_size, program.timeout)
 
 
 def _check(fn: object, world_size: int, ranks: str, timeout: float) -> None:
@@ -97,18 +101,20 @@ def _check(fn: object, world_size: int, ranks: str, timeout: float) -> None:
         raise ArgumentError(explain("testing.run", "timeout", "a positive number of seconds", timeout))
 
 
-def _gather(arrivals: queue.SimpleQueue[Outcome], world_size: int, timeout: float) -> dict[int, Outcome]:
+def _gather(runner: ThreadRanks | ProcessRanks) -> dict[int, Outcome]:
     """Collect outcomes in order of arrival until all are there or the time is over."""
     outcomes: dict[int, Outcome] = {}
-    deadline = time.monotonic() + timeout
-    while len(outcomes) < world_size:
+    program, limits = runner.program, runner.limits
+    deadline = limits.clock.now() + program.timeout
+    while len(outcomes) < program.world_size:
+        left = deadline - limits.clock.now()
         try:
-            outcome = arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+            outcome = runner.outcomes.get(timeout=max(0.0, left))
         except queue.Empty:
             break
         outcomes[outcome.rank] = outcome
         if outcome.failed:
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            deadline = min(deadline, limits.clock.now() + limits.grace)
     return outcomes
 
 
@@ -117,13 +123,18 @@ class ThreadRanks:
 
     Each thread runs in its own context (`contextvars`), in which `torchdist_ref.groups` keeps the world of that rank.
 
+    Args:
+        program: Program of each rank.
+        limits: Times of the run.
+
     Attributes:
+        program, limits: As given.
         outcomes: Queue of the outcomes, in order of arrival.
     """
 
-    def __init__(self, program: RankProgram) -> None:
+    def __init__(self, program: RankProgram, limits: RunLimits) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._program = program
+        self.program, self.limits = program, limits
         self._store = HashStore()
         self._contexts = [contextvars.copy_context() for _ in range(program.world_size)]
         self._threads = [
@@ -142,7 +153,7 @@ class ThreadRanks:
         for rank, thread in enumerate(self._threads):
             if thread.is_alive():
                 self._abort(rank, f"the run was given up: {error!r}")
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + self.limits.join
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -159,7 +170,7 @@ class ThreadRanks:
         torch.set_num_threads(torch.get_num_threads())
         try:
             with world.thread_rank():
-                outcome = self._program(rank, lambda: self._store)
+                outcome = self.program(rank, lambda: self._store)
         except BaseException as error:
             # Raised while entering or leaving the world, not by the function.
             outcome = Outcome(rank, error=error)

@@ -2,7 +2,7 @@
 
 Algorithms 1 and 2 of T. Vogels, S. P. Karimireddy, M. Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization*, NeurIPS 2019, in its symbols. `_compress_and_aggregate` is Algorithm 1, one step of power
-iteration per training step; `_step` is the part of Algorithm 2 between backward and the optimizer:
+iteration per training step; `compressed_average` is the part of Algorithm 2 between backward and the optimizer:
 
     M ← gradient + E                      (error feedback)
     P ← M Q, averaged over the ranks      (first round; vectors are sent with it)
@@ -353,10 +353,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         return group.average(bucket)
     if bucket.buffer().is_sparse:
         return state.queue.submit(_exact_average(state, bucket, group.divisor), group, bucket.buffer().device)
-    plan = _plan(state, bucket, numbers)
+    plan = plan_of(state, bucket, numbers)
     before, after = bucket.buffer().numel(), sum(plan.sizes()) + plan.rest_size
     state.count(bucket, before, after)
-    return state.queue.submit(_step(state, bucket, plan, group.divisor), group, bucket.buffer().device)
+    return state.queue.submit(compressed_average(state, bucket, plan, group.divisor), group, bucket.buffer().device)
 
 
 @comm_hook
@@ -409,7 +409,9 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     square = torch.zeros(side * side, dtype=buffer.dtype, device=buffer.device)
     square[: buffer.numel()] = buffer
     padded = GradBucket(bucket.index(), square, is_last=bucket.is_last())
-    return state.queue.submit(_unpadded(_step(state, padded, plan, group.divisor), buffer), group, buffer.device)
+    return state.queue.submit(
+        _unpadded(compressed_average(state, padded, plan, group.divisor), buffer), group, buffer.device
+    )
 
 
 def _unpadded(rounds: HookRounds, buffer: torch.Tensor) -> HookRounds:
@@ -425,7 +427,7 @@ def _exact_average(state: PowerSGDState, bucket: GradBucket, divisor: Divisor) -
     return out
 
 
-def _plan(state: PowerSGDState, bucket: GradBucket, numbers: list[Any]) -> CompressionPlan:
+def plan_of(state: PowerSGDState, bucket: GradBucket, numbers: list[Any]) -> CompressionPlan:
     """Return the bucket's plan; if the bucket has changed, a new one, with the memory of its parameters moved."""
     # A complex gradient is compressed as the real numbers that it occupies in the buffer.
     gradients = [torch.view_as_real(g) if width(g, bucket.buffer()) == 2 else g for g in bucket.gradients()]
@@ -441,7 +443,7 @@ def _plan(state: PowerSGDState, bucket: GradBucket, numbers: list[Any]) -> Compr
     return plan
 
 
-def _step(state: PowerSGDState, bucket: GradBucket, plan: CompressionPlan, divisor: Divisor) -> HookRounds:
+def compressed_average(state: PowerSGDState, bucket: GradBucket, plan: CompressionPlan, divisor: Divisor) -> HookRounds:
     """Run one iteration of Algorithm 2 on a bucket: error feedback around `_compress_and_aggregate`."""
     out = bucket.buffer()
     gradients = [matrix.of(out) for matrix in plan.matrices]
