@@ -78,7 +78,7 @@ class Packing:
     Attributes:
         views: One view of the buffer per parameter.
         scale: Factor that the gradients have been multiplied by.
-        wire_dtype: Dtype in which the gradients lie in ``wire_buffer(wire_dtype)``, and not in the buffer.
+        wire_dtype: Dtype of the gradients in ``wire_buffer(wire_dtype)``. None if they are in the buffer itself.
         wire_buffer: Returns the reusable communication buffer of a dtype, as long as the bucket.
     """
 
@@ -284,7 +284,7 @@ class GradBucket:
         return f"GradBucket(index {self._index}{last}: {len(self._templates)} gradients, {kind})"
 
 
-# ---- what the reducer and an exchange know of each other
+# ---- interface between the reducer and an exchange
 
 
 class LaunchedBucket(Protocol):
@@ -321,7 +321,7 @@ class BucketExchange(Protocol):
 
     @property
     def average_group(self) -> Any:
-        """Group over which the result is the average, if it is that and no hook has to receive the bucket; or None."""
+        """Group over which the exchange averages, if gradients may be averaged without it; None if it needs buckets."""
 
     @property
     def divisor(self) -> Divisor:

@@ -235,7 +235,7 @@ def _check_joinables(joinables: Any) -> None:
     if not joinables:
         raise ArgumentError(explain("Join", "joinables", expected, joinables))
     for index, joinable in enumerate(joinables):
-        # A class of torch's is no subclass of ours.
+        # Joinables of torch are accepted too, and they are not subclasses of our class.
         if not hasattr(joinable, "_join_config") or not hasattr(joinable, "join_hook"):
             hint = "Wrap models in DistributedDataParallel; a class of your own calls Joinable.__init__."
             got = type(joinable).__name__

@@ -53,7 +53,7 @@ class PostLocalSGDOptimizer(Optimizer):
             if not callable(getattr(value, method, None)):
                 expected = f"an object with a method {method}"
                 raise ArgumentTypeError(explain("PostLocalSGDOptimizer", argument, expected, value))
-        # No state of its own: Optimizer.__init__ would make some, beside that of the optimizer inside.
+        # `Optimizer.__init__` is not called: it would create groups and state beside those of the optimizer inside.
         self.optim = optim
         self.averager = averager
 

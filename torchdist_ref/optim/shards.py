@@ -1,8 +1,9 @@
 """Division of an optimizer's parameters and state among ranks, the same on every rank.
 
-`Shards` assigns parameters to ranks. A state dict numbers parameters in the order of the groups: each rank numbers its
-own, the whole optimizer all of them. `merge_states` and `own_state` translate, so that any number of ranks, or one
-process, can load a state that several ranks saved. Do not add communication or the arithmetic of optimizers here.
+`Shards` assigns parameters to ranks. A state dict identifies parameters by numbers, in the order of the groups. The
+optimizer of one rank numbers only that rank's parameters; a saved state numbers all of them. `merge_states` and
+`own_state` convert between the two numberings, so that any number of ranks, or one process, can load a state that
+several ranks saved. Do not add communication or the arithmetic of optimizers here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Shards:
         self.groups.append(ranks)
 
     def assign_to(self, groups: Iterable[Iterable[Tensor]], ranks: Sequence[Sequence[Tensor]]) -> None:
-        """Add all groups of parameters, each parameter to the rank that lists it."""
+        """Add all groups of parameters, and assign each parameter to the rank whose list contains it."""
         for rank, parameters in enumerate(ranks):
             for parameter in parameters:
                 self._own(parameter, rank)

@@ -52,9 +52,9 @@ logger = logging.getLogger("torchdist_ref.optim")
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer that keeps the state of a parameter on one rank only.
 
-    Each parameter belongs to one rank: the largest are assigned first, each to the rank with least so far. All ranks
-    must construct it alike and step together. After a step all have the same parameters, those of the same optimizer
-    without ranks.
+    Each parameter belongs to one rank. The largest parameters are assigned first, each to the rank that has the fewest
+    elements so far. All ranks must construct the optimizer with the same arguments and step together. After a step all
+    ranks have the same parameters, which equal those of ``optimizer_class`` in one process.
 
     Args:
         params: The parameters, or groups of them (dicts), as for any optimizer.
@@ -209,7 +209,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ---- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook of a rank without inputs, which continues to update its shard; takes no arguments."""
+        """Return the hook of a rank without inputs: it continues to update its shard, since no other rank can."""
         return FunctionJoinHook(lambda: self._step_and_broadcast(None))
 
     @property

@@ -1,9 +1,10 @@
 """Division of parameters into buckets: a pure function of sizes, the same on every rank.
 
-Gradients of one bucket share dtype and device; a sparse one has a bucket to itself. A bucket closes as soon as its size
-*reaches* the cap, so it may overshoot by one parameter. The first iteration uses a single bucket, because the order of
-the gradients is unknown. Then `Reducer.rebuild_buckets` builds them anew, in the order in which gradients became ready,
-the first one small so that communication starts early. Do not add storage or communication here.
+Gradients of one bucket share dtype and device; a sparse gradient has a bucket of its own. A bucket closes as soon as
+its size *reaches* the cap, so it may exceed the cap by one parameter. The first iteration uses a single bucket, because
+the order of the gradients is unknown. Then `Reducer.rebuild_buckets` builds the buckets anew, in the order in which
+gradients became ready. The first of them is small, so that communication starts early. Do not add storage or
+communication here.
 """
 
 from __future__ import annotations

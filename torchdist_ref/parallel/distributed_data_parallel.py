@@ -49,7 +49,7 @@ _MixedPrecision = MixedPrecision
 
 
 def _untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``torch.compile`` run ``function`` as it is; its callees are not compiled either.
+    """Exclude ``function``, and the functions that it calls, from ``torch.compile``.
 
     ``torch.compiler.disable`` does that too, but imports the compiler when it decorates, which takes seconds.
     """
@@ -57,7 +57,8 @@ def _untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # While another thread imports the compiler, it has no `disable` yet, and compiles nothing.
+        # While another thread is importing the compiler, the module exists but has no `disable` yet. Nothing is
+        # compiled in that state, so the plain function runs.
         disable = None if disabled else getattr(sys.modules.get("torch._dynamo"), "disable", None)
         if disable is not None:
             disabled.append(disable(function))
@@ -271,7 +272,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._delayed is not None:
             self._delayed.point_gradients()
 
-    # ---- methods from versions of torch in which a process had several devices; torch has kept them
+    # ---- methods that torch has kept from versions in which one process used several devices
 
     def to_kwargs(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_id: int
@@ -379,7 +380,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether `finalize_backward` may be called only when backward has returned; ask after a forward pass.
 
         It is so until buckets are in the order of gradients, with mixed precision, and with
-        ``find_unused_parameters``, where only the end of backward shows which gradients come. Else a hook may call it
+        ``find_unused_parameters``, where only the end of backward shows which gradients arrive. Else a hook may call it
         during backward, once all gradients are ready. False without `require_manual_backward_finalization`. Since
         torch 2.15.
         """
@@ -519,7 +520,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     NOT_SAVED = ("process_group", "reducer", "states", "_buffer_hook", "_entries", "_delayed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but what belongs to this process; hooks have to be registered again."""
+        """Return the state without groups, buckets and hooks, which belong to this process."""
         state = {key: value for key, value in self.__dict__.items() if key not in self.NOT_SAVED}
         return state | {"_delayed": self._delayed and self._delayed.chosen}
 

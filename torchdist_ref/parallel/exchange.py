@@ -110,7 +110,8 @@ class HookExchange:
         self.keeps_buffer = traits.keeps_buffer
         averaged = _group_of(state) if traits.only_averages else None
         self.divisor = Divisor(averaged.size() if averaged else 1)
-        # Elsewhere the packer's multiplication has other bits than the hook's division.
+        # In place, gradients are multiplied by the reciprocal, and the hook divides. Only for powers of two do the two
+        # have the same bits; for other numbers the hook receives every bucket.
         self.average_group = averaged if self.divisor.factor_is_exact else None
         self.state = state
         self.rank = groups.get_rank(group)
@@ -196,9 +197,10 @@ _SPARSE = (
 
 @contextmanager
 def aborted_on_hook_failure(group: Any, state: Any) -> Iterator[None]:
-    """Abort DDP's group and those in a hook's state if the hook fails: ranks may wait in any of them for its calls.
+    """Abort DDP's group and the groups in a hook's state if the hook fails.
 
-    Groups that the hook gets in another way are not known here.
+    The other ranks may wait in any of these groups for a call that this rank's hook will not make. Groups that the hook
+    gets in another way, such as from a global variable, are not known here.
     """
     try:
         yield
@@ -210,7 +212,7 @@ def aborted_on_hook_failure(group: Any, state: Any) -> Iterator[None]:
 
 
 def _groups_in(state: Any) -> list[Any]:
-    """Return the groups that a hook's state is or has, as items or as attributes."""
+    """Return the groups in a hook's state: the state itself, its items, or its attributes."""
     listed = list(state.values()) if isinstance(state, Mapping) else state
     held = listed if isinstance(listed, (list, tuple)) else [state, *getattr(state, "__dict__", {}).values()]
     return [each for each in held if isinstance(each, groups.ProcessGroup)]
@@ -298,7 +300,10 @@ def _check_annotations(hook: Callable[..., Any], signature: inspect.Signature, r
 
 
 def _known(annotation: Any, known: tuple[Any, ...]) -> bool:
-    """Return whether an annotation is one of those expected; text (postponed annotations) passes if it ends alike."""
+    """Return whether an annotation is one of the expected types.
+
+    With postponed annotations it is text, of which only the last part of a dotted name is compared.
+    """
     if isinstance(annotation, str):
         last = annotation.split(".")[-1]
         return last.startswith(("GradBucket", "Future[", "Tensor]")) or last in ("Any", "Future")

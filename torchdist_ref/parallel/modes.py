@@ -75,7 +75,7 @@ class LowPrecision:
             Whether anything has changed: with the dtype changes the node that accumulates gradients.
         """
         if self._restore_queued:
-            # A backward pass raised, and did not run what was queued for its end.
+            # The last backward pass raised, so autograd did not run the callback that restores the parameters.
             self.restore()
         if self.dtype is None or self._full is not None:
             return False
@@ -143,7 +143,8 @@ class DelayedParameters:
         self.buffer = torch.zeros_like(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
         self.views = split(self.buffer, self.parameters)
         self._work: Any = None
-        # The trigger may be one of the delayed parameters: its gradient has to be accumulated first.
+        # Not a hook on the tensor's gradient: the trigger may itself be a delayed parameter, so its gradient has to be
+        # accumulated in the buffer before the launch.
         trigger.register_post_accumulate_grad_hook(_weak_hook(self, DelayedParameters.all_reduce))
         for index, parameter in enumerate(self.parameters):
             if parameter is not trigger:

@@ -141,7 +141,8 @@ class Reducer:
         self._unused_everywhere: set[int] = set()
         # Parameters that this rank's forward pass does not reach.
         self._unused: list[int] = []
-        # Parameters without a gradient at the end of the last backward pass, though its outputs reach them.
+        # Parameters that the outputs of the last forward pass reach, but that had no gradient when its backward pass
+        # ended. A gradient that arrives now comes from a second backward pass, and would not be averaged.
         self._given_up: frozenset[int] = frozenset()
         self._nodes: list[Node | None] = [None] * len(entries)
         self.finalizes_manually = False
@@ -167,7 +168,8 @@ class Reducer:
     def use(self, exchange: BucketExchange) -> None:
         """Exchange buckets like this from now on."""
         self.exchange = exchange
-        # All buckets have buffers until all ranks have agreed that one needs none.
+        # Averaging in place is decided with the next `rebuild_buckets`, where all ranks agree on it. Until then every
+        # bucket has a buffer.
         self._initialize_buckets(self.assignment, False)
 
     def register_autograd_hooks(self) -> None:
@@ -215,7 +217,11 @@ class Reducer:
     _rebuild_buckets = rebuild_buckets
 
     def _can_average_in_place(self) -> bool:
-        """Return whether no gradient is a view or left alone, and none has to be shown to a hook."""
+        """Return whether this rank could average gradients where they are, without a bucket.
+
+        Gradients that are views need the bucket's memory, gradients that may stay untouched must not be averaged, and a
+        hook has to receive the bucket.
+        """
         options, exchange = self.options, self.exchange
         if options.gradient_as_view or options.find_unused or options.static_graph or exchange.average_group is None:
             return False
@@ -227,6 +233,7 @@ class Reducer:
         self.assignment = assignment
         # The memory of the former buckets is freed first.
         self.buckets: list[storage.ReducerBucket] = []
+        # Bucket of each parameter, and its position there; None for a gradient that is averaged in place.
         self._locators: list[tuple[storage.ReducerBucket, int] | None] = [None] * len(self.entries)
         over = (self.exchange.average_group, self.exchange.wire_dtype) if in_place else ()
         self.buckets, self.in_place = storage.build_buckets(assignment, self.entries, self.options, self.group, *over)
@@ -250,7 +257,11 @@ class Reducer:
         self._enter(Phase.FORWARD_DONE)
 
     def _search_unused_parameters(self, outputs: Any) -> None:
-        """Find the parameters that backward cannot reach, and be notified when it begins even if it reaches none."""
+        """Find the parameters that backward cannot reach.
+
+        Backward usually begins, for the reducer, with the first parameter's gradient. If it reaches no parameter there
+        is none, so hooks on the outputs begin it.
+        """
         tensors = list(autograd_graph.tensors_in(outputs))
         nodes = autograd_graph.reachable(tensors)
         self._unused = [i for i, node in enumerate(self._nodes) if node not in nodes]
@@ -280,7 +291,7 @@ class Reducer:
     # ---- during backward
 
     def on_output_gradient(self) -> None:
-        """Begin if the pass that runs accumulates gradients: `torch.autograd.grad` may come before it."""
+        """Begin the backward pass, unless this one is a `torch.autograd.grad`, which accumulates no gradients."""
         if self.phase is Phase.FORWARD_DONE:
             reaches_none = len(self._unused) == len(self.entries)
             if reaches_none or autograd_graph.accumulates(self._nodes):
@@ -470,7 +481,7 @@ class Reducer:
     def _end_times(self, times: dict[str, Any]) -> None:
         """Complete the times of an iteration, and report them."""
         times["backward_comm_time_end"] = time_ns()
-        # Others are averaged in place.
+        # Buckets of the assignment that have no buffer are averaged in place.
         times["num_buckets_reduced"] += len(self.assignment) - len(self.buckets)
         times["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, self._ready_order))
         times["unused_parameter_size"] = sum(self.parameters[index].nbytes for index in self._unused)
@@ -482,7 +493,8 @@ class Reducer:
         # While one bucket is copied out, the next is still being communicated.
         values: Iterable[torch.Tensor | None] = map(self._wait, self.buckets)
         if self._usage_is_open:
-            # All buckets first: a hook may communicate from callbacks, and our call must not get in between.
+            # A hook may make further collectives in the callbacks of its Futures. Our own call has to come after all
+            # of them on every rank, so all buckets are waited for before it.
             values = list(values)
             self._all_reduce_local_usage()
         for bucket, value in zip(self.buckets, values, strict=True):

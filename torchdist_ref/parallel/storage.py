@@ -1,12 +1,14 @@
 """Memory of gradients during communication: flat buckets, sparse buckets, and gradients averaged in place.
 
 `DenseBucket.copy_in` packs a parameter's gradient, multiplied and rounded as the exchange asks; `DenseBucket.copy_out`
-unpacks the result. With ``gradient_as_bucket_view`` the parameter's ``.grad`` *is* the view, so nothing is copied out,
-and nothing is copied in where autograd accumulates in place. `SparseBucket` holds one sparse gradient as it is.
+unpacks the result. With ``gradient_as_bucket_view`` the parameter's ``.grad`` is a view of the bucket: results need not
+be copied out, and gradients need not be copied in where autograd accumulates in place. `SparseBucket` holds one sparse
+gradient as it is.
 
-`InPlaceGradients` replaces the last dense bucket between ranks that share memory. It would fill when backward is
-over, so no computation hides its communication, and a copy costs about as much as the sum. Its gradients are averaged
-where they are, piece by piece. Do not add launch order here: `reducer` decides it.
+`InPlaceGradients` replaces the last dense bucket between ranks that share memory. The last bucket is full only when
+backward is over, so no computation overlaps with its communication, and packing it would cost about as much as the sum
+itself. Therefore its gradients are averaged where they are, piece by piece. Do not add launch order here: `reducer`
+decides it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from torchdist_ref.torch_internals import torch_private
 copy_many, scale_many = torch_private.COPY_MANY.bind(), torch_private.SCALE_MANY.bind()
 
 _SUM = AllReduce()
-# Elements of a gradient for which a call costs more than its copy: copied together with others, when the bucket fills.
+# Up to this number of elements, a call of a copy costs more than the copy itself. Such gradients wait until the bucket
+# is full, and one call copies all of them.
 SMALL_GRADIENT_ELEMENTS = 4096
 # Bytes from which on a gradient averaged in place has collectives of its own; smaller ones are packed together.
 LARGE_GRADIENT_BYTES = 512 * 1024
@@ -38,8 +41,8 @@ PIECE_BYTES = 2 * 1024 * 1024
 class CommunicationBuffers:
     """Reusable communication buffers of one bucket, one per dtype.
 
-    Apart from the bucket, because a `GradBucket` refers to them: a bucket in a reference cycle would outlive its
-    reducer until the next garbage collection.
+    A class of its own because a `GradBucket` refers to it. If a `GradBucket` referred to the bucket, the two would form
+    a reference cycle, and the memory would outlive its reducer until the next garbage collection.
 
     Args:
         parameters: The bucket's parameters.
@@ -113,7 +116,8 @@ class DenseBucket:
         self._complex = self._dtype is not parameters[0].dtype
         self.length = sum(parameter.numel() for parameter in parameters) * (2 if self._complex else 1)
         self.wire_buffers = CommunicationBuffers(parameters, self.length, group)
-        # Never written where gradients have a wire dtype, so the system provides no memory for it then.
+        # With a wire dtype, gradients are packed into `wire_buffers` and nothing writes here. The operating system
+        # provides memory for pages that are written, so this buffer then costs none.
         self._own = CommunicationBuffers(parameters, self.length, group)
         self._lazy = lazy
         if not lazy:
@@ -160,7 +164,7 @@ class DenseBucket:
         self.wire_dtype = None if unrounded else wire_dtype
         self.scale = scale if self.wire_dtype is wire_dtype else 1.0
         self._targets = []
-        # A Python number would become a tensor for each gradient, which costs more than to multiply a small one.
+        # torch converts a Python number to a tensor in every call, which costs more than to multiply a small gradient.
         dtype = _exact(self._dtype)
         self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=dtype, device="cpu")
         self._postponed.clear()
@@ -215,7 +219,8 @@ class DenseBucket:
         self._postponed.clear()
 
     def _replace_by_view(self, slot: int, gradient: torch.Tensor) -> None:
-        # During backward in low precision dtypes differ; `copy_out` replaces, when the full parameter is restored.
+        # In mixed precision the gradient has the low dtype until the end of backward. Then the parameters are restored,
+        # and `copy_out` makes the view the gradient.
         if gradient is not self.views[slot] and gradient.dtype == self.views[slot].dtype:
             self.parameters[slot].grad = self.views[slot]
 
@@ -307,7 +312,8 @@ def _allocate(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -
 class SparseBucket:
     """One parameter's sparse gradient, as embeddings with ``sparse=True`` have it; used like a `DenseBucket`.
 
-    Ranks touch different rows, so sparse gradients fit no flat buffer. `backends.reductions.start_sum` sums them.
+    Each rank has gradients of other rows, so sparse gradients fit no flat buffer. `backends.reductions.start_sum` sums
+    them.
 
     Args:
         index: Position in the order of communication.
@@ -366,7 +372,7 @@ class SparseBucket:
         self._zeros = True
 
     def _empty(self) -> torch.Tensor:
-        # Of the same layout as the other ranks' gradients: whole rows.
+        # An embedding's gradient consists of whole rows. The empty one needs the same layout, to be summed with others.
         parameter = self.entry.parameter
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         rows = parameter.new_empty((0, *parameter.shape[1:]))

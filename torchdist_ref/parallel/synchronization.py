@@ -24,7 +24,7 @@ from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 copy_many = torch_private.COPY_MANY.bind()
 
-# Bytes of one broadcast when a model is sent: enough for speed, few enough to cost little memory.
+# Bytes of one broadcast when a model is sent. Larger ones are not faster, and each needs a buffer of its size.
 BROADCAST_BYTES = 25 * 1024 * 1024
 ALIGNMENT_BYTES = 16
 
@@ -125,7 +125,7 @@ class Pack:
         copy_many(self.tensors, self.views)
 
     def broadcast(self, group: Any, root: int) -> None:
-        """Send the root's values to every rank. Tensors on the root are only read."""
+        """Send the root's values to every rank. The tensors of the root are read and not written."""
         sending = groups.get_rank(group) == root
         if sending:
             self.load()
@@ -214,7 +214,7 @@ class ModuleStates:
         self._pack: Pack | None = None
 
     def broadcast(self, with_buffers: bool, root: int = 0) -> None:
-        """Copy the parameters, and on demand the buffers, of rank ``root`` to every rank."""
+        """Copy the parameters of rank ``root`` to every rank, and also its buffers if asked to."""
         named = [*self.module.named_parameters(), *(self.module.named_buffers() if with_buffers else ())]
         broadcast_tensors([tensor for name, tensor in named if name not in self.ignored], self.group, root)
 

@@ -177,7 +177,7 @@ class _BucketwiseStep:
         """Return whether parameters have owners; record buckets until they are final and assign owners then."""
         if self.zero.assigned:
             if bucket.index() == 0:
-                # Left over from an iteration that failed.
+                # An iteration that failed may have left buckets and broadcasts behind.
                 self.launched.clear()
                 self._broadcasts.clear()
             return True

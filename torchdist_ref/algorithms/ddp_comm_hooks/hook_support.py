@@ -53,7 +53,7 @@ class HookTraits:
 
 NO_TRAITS = HookTraits()
 
-# By identity, because functools.wraps copies attributes from one function to another.
+# Traits are not attributes of the functions: functools.wraps would copy them to a wrapper, which may change gradients.
 _DECLARED: WeakKeyDictionary[Any, HookTraits] = WeakKeyDictionary()
 
 
@@ -211,7 +211,7 @@ def single_tensor(future: Future[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def wire_buffer(bucket: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradients of a bucket in another dtype, in memory that the hook may write to."""
+    """Return a bucket's gradients in another dtype, in memory that the hook may write to."""
     if isinstance(bucket, GradBucket):
         return bucket.wire_buffer(dtype)
     buffer: torch.Tensor = bucket.buffer()
@@ -219,9 +219,11 @@ def wire_buffer(bucket: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def converted_back(bucket: Any, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` converted into ``buffer``, or as it is where our DDP converts while it unpacks.
+    """Return ``value`` in ``buffer``'s dtype, or as it is if our DDP converts it.
 
-    DDP unpacks the dtype in which it packed; the buffer of a wrapper inside another one has that dtype already.
+    Our DDP packs gradients in the hook's wire dtype and converts results of that dtype while it unpacks them. With one
+    compression wrapper inside another, the buffer of the inner one has the outer wrapper's dtype already, and the
+    result is copied into it.
     """
     packed = bucket.wire_dtype if isinstance(bucket, GradBucket) else None
     return buffer.copy_(value) if packed is None or packed is buffer.dtype else value
@@ -289,7 +291,8 @@ class RoundQueue:
             threading.Thread(target=self._drain, name="torchdist_ref hooks", daemon=True).start()
 
     def _drain(self) -> None:
-        # A new thread computes on all cores unless it sets the number of threads of this process.
+        # PyTorch keeps the number of compute threads per thread. A new thread starts with all cores, whatever the
+        # program has set, until it sets the number itself.
         torch.set_num_threads(torch.get_num_threads())
         while (job := self._next()) is not None:
             job()

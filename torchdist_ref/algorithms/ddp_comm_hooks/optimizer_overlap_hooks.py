@@ -78,7 +78,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
     def hook_then_optimizer_wrapper(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         def step(done: Future[torch.Tensor]) -> torch.Tensor:
             value, buffer = done.value(), bucket.buffer()
-            # Some hooks return memory of their own.
+            # Some hooks return their result in other memory than the buffer.
             if value.data_ptr() != buffer.data_ptr():
                 buffer.copy_(value.reshape(-1))
             optimizer_state.step(bucket)
@@ -110,7 +110,8 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
 
     def apply_optim_in_backward_hook(hook_state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         if not finished:
-            # Queued twice, to run after DDP, which copies gradients out in a callback that it queues later.
+            # DDP copies gradients out in a callback that it queues later than this one. A callback that is queued by a
+            # callback runs after all others, so the gradients are cleared after that copy.
             autograd.queue_callback(lambda: autograd.queue_callback(clear_gradients))
         finished.append(bucket)
 

@@ -191,7 +191,7 @@ class PowerSGDState:
         self.p_memory_dict: dict[int, torch.Tensor] = {}
         self.q_memory_dict: dict[int, torch.Tensor] = {}
         self.layouts: dict[int, BucketLayout] = {}
-        # Error and Q of parameters whose bucket has changed, by the parameter's number.
+        # Error and Q of parameters that have left a bucket and are not in another one yet, by the parameter's number.
         self._loose: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self.iter = 0
         self.next_stats_report = 0
@@ -249,7 +249,7 @@ class PowerSGDState:
                 self._loose[layout.owners[matrix.start]] = None if error is None else matrix.of(error), one
 
     def ranks_for(self, parameter: torch.Tensor) -> Callable[[int, int], int]:
-        """Return a function from a matrix's size to the rank of a parameter; 0 if compression saves too little."""
+        """Return a function that maps the size of a parameter's matrix to a rank; 0 if compression saves too little."""
         wanted = self.matrix_approximation_rank if self.rank_rule is None else self.rank_rule(parameter)
 
         def rank_for(n: int, m: int) -> int:
@@ -313,7 +313,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     start restore over the following steps. Before step ``state.start_powerSGD_iter`` it averages exactly. Works with
     any number of buckets on any backend: all ranks make the same calls in the same order.
 
-    On one bucket, numbers are those of torch's hook. Sparse gradients, which torch's leaves as they are, are averaged.
+    With one bucket, the results equal those of torch's hook. A sparse gradient is averaged exactly; torch's hook does
+    not average it.
 
     Args:
         state: Options and memory. Every rank builds its own, with the same arguments.
@@ -448,7 +449,7 @@ def compressed_average(state: PowerSGDState, bucket: GradBucket, plan: Compressi
     out = bucket.buffer()
     gradients = [matrix.of(out) for matrix in plan.matrices]
     first, second = _factor_memory(state, bucket.index(), out, plan)
-    # M is in the memory of E, to which gradients are added; without error feedback M is the gradient itself.
+    # M = gradient + E is computed in the memory of E. Without error feedback M is the gradient itself.
     error = _error_memory(state, bucket.index(), out) if state.use_error_feedback else None
     Ms = gradients if error is None else [matrix.of(error) for matrix in plan.matrices]
 
@@ -493,7 +494,7 @@ def _compress_and_aggregate(
 
     for gradient, M, P, Q in zip(gradients, Ms, Ps, Qs, strict=True):
         low_rank.multiply(M, Q, P, None if M is gradient else gradient)
-    # A sum serves as well as an average: the columns are normalized next.
+    # The columns of P are normalized next, so it makes no difference whether they are summed or averaged.
     yield from _first_round(first, plan.rest_size, state.factor_dtype)
     orthonormalize(Ps, state.orthogonalization_epsilon)
 
@@ -514,7 +515,7 @@ def _first_round(first: torch.Tensor, rest_size: int, dtype: torch.dtype | None)
 
 
 def _summed(tensor: torch.Tensor, dtype: torch.dtype | None) -> Generator[torch.Tensor, None, None]:
-    """Sum ``tensor`` over the ranks, on demand in a dtype of fewer bytes."""
+    """Sum ``tensor`` over the ranks, in a dtype of fewer bytes if one is given."""
     operand = tensor if dtype is None else tensor.to(dtype)
     yield operand
     if operand is not tensor:

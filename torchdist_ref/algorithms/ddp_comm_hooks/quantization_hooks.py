@@ -1,8 +1,9 @@
 """Quantization hooks: each rank rounds its gradients to 256 levels, and all ranks gather and sum them.
 
-Levels are affine: a number x becomes round(x / scale) + zero, with scale and zero chosen so that the range of the
-tensor (and 0) fits into 0 … 255. A sum of quantized numbers would need other levels, so ranks gather instead of
-reducing. The bytes grow with the number of ranks; beyond eight ranks they exceed those of an exact average.
+A number x becomes the level round(x / scale) + zero. Scale and zero are chosen so that the tensor's range, extended to
+include 0, fits into 0 … 255. Every rank has other scales, so levels cannot be summed: ranks gather all levels and sum
+the numbers that they stand for. The bytes grow with the number of ranks; beyond eight ranks they exceed those of an
+exact average.
 """
 
 from __future__ import annotations
