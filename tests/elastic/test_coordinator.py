@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import torchdist_ref
 from tests.ports import reserve_port
 from torchdist_ref.elastic import coordinator as coordination
+from torchdist_ref.elastic import keep_alives
 from torchdist_ref.elastic import session as agent_session
+from torchdist_ref.elastic.agent_queues import Welcomes, read_queue
 from torchdist_ref.elastic.coordinator import AgentCoordinator, Redirection
-from torchdist_ref.elastic.roster import HostInfo, Progress, Roster, Rules
+from torchdist_ref.elastic.keep_alives import Finding, KeepAlives
+from torchdist_ref.elastic.roster import HostInfo, Progress, Roster, Rules, versions
 from torchdist_ref.elastic.session import (
     AgentSession,
     CoordinatorLost,
@@ -30,13 +33,13 @@ from torchdist_ref.elastic.session import (
     open_store,
     session_store,
 )
-from torchdist_ref.errors import AuthenticationError, StoreTimeoutError
+from torchdist_ref.errors import ArgumentError, AuthenticationError, StoreTimeoutError
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import SealedStore
-from torchdist_ref.stores.tcp.protocol import Request
-from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.store import ArrivedValues
+from torchdist_ref.timeouts import CLOCK
 
-SECRET, SILENCE = b"0123456789abcdef", agent_session.SILENCE_SECONDS
+SECRET = b"0123456789abcdef"
 RULES = Rules("job", 1, 3, join_seconds=20.0, last_call_seconds=20.0)
 
 
@@ -52,30 +55,31 @@ class Meeting:
     ) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.secret = secret
-        roster = Roster(RULES, now or time.monotonic(), "own", progress or Progress())
-        self.coordinator = AgentCoordinator(self.store, roster, secret, "127.0.0.1", "own", forward)
-        self.sessions: list[AgentSession] = []
-        self.wakes: list[int] = []
+        self.roster = Roster(RULES, now or time.monotonic(), "own", progress or Progress())
+        self.coordinator = AgentCoordinator(self.store, self.roster, secret, "127.0.0.1", "own", forward)
+        # Stores and descriptors of wake-ups by session.
+        self.sessions: dict[AgentSession, tuple[TCPStore, int]] = {}
 
     def join(self, key: str) -> AgentSession:
-        self.wakes.append(os.eventfd(0))
+        wake = os.eventfd(0)
         info = HostInfo(key, f"host of {key}", "127.0.0.1", 1, 1)
         store = open_store("127.0.0.1", self.store.port, 30.0)
         local = self.coordinator.local if key == "own" else None
         try:
-            session = AgentSession(store, info, RULES, self.secret, "there", self.wakes[-1], print, 30.0, local)
+            session = AgentSession(store, info, RULES, self.secret, "there", wake, print, 30.0, local)
         except BaseException:
             store.close()
+            os.close(wake)
             raise
-        self.sessions.append(session)
+        self.sessions[session] = store, wake
         return session
 
     def next(self, session: AgentSession) -> dict[str, Any]:
         """Return the next decision."""
         while (message := session.next()) is None:
-            readable, _, _ = select.select([session._wake], [], [], 30.0)
-            assert readable, "no decision arrives"
-            os.eventfd_read(session._wake)
+            _, wake = self.sessions[session]
+            assert CLOCK.wait([wake], 30.0), "no decision arrives"
+            os.eventfd_read(wake)
         return message
 
     def close(self) -> None:
@@ -84,7 +88,7 @@ class Meeting:
             session.close()
         self.coordinator.close()
         self.store.close()
-        for wake in self.wakes:
+        for _, wake in self.sessions.values():
             os.close(wake)
 
 
@@ -93,12 +97,6 @@ def allow_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of one process share its interpreter: on a busy machine, an agent can be silent for a second."""
     for module in (coordination, agent_session):
         monkeypatch.setattr(module, "SILENCE_SECONDS", 20.0)
-
-
-@pytest.fixture
-def silence_of_users(allow_long_silence: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence that the library allows, for tests with a clock of their own."""
-    monkeypatch.setattr(coordination, "SILENCE_SECONDS", SILENCE)
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ FOREIGN_WRITES: dict[str, Callable[[TCPStore], None]] = {
     "endless number in a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push(
         "hellos", "ab" * 70_000
     ),
-    "report": lambda store: store.queue_push(find(store, "sealed/plan", "sealed/events"), "no report"),
+    "report": lambda store: store.queue_push(find(store, "sealed/alive/other", "sealed/events"), "no report"),
     "keep-alive": lambda store: store.set(find(store, "sealed/alive/other"), "no code of the job"),
 }
 
@@ -131,13 +129,11 @@ def find(store: TCPStore, part: str, instead: str = "") -> str:
 def test_an_unauthenticated_program_does_not_end_the_coordinator(write: str, meeting: Meeting) -> None:
     own, other = meeting.join("own"), meeting.join("other")
     with_store = open_store("127.0.0.1", meeting.store.port, 30.0)
-    # The first decision, so that its key can be found.
-    meeting.coordinator._publish("note", {"text": "a note"})
     FOREIGN_WRITES[write](with_store)
     with_store.close()
     meeting.join("third")
     assert {meeting.next(session)["kind"] for session in (own, other)} == {"start"}
-    assert set(meeting.coordinator._roster.seats) == {"own", "other", "third"}
+    assert set(meeting.roster.seats) == {"own", "other", "third"}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,8 @@ def test_a_malformed_report_is_ignored_without_authentication(report: str) -> No
     meeting = Meeting(secret=b"")
     try:
         own = meeting.join("own")
-        own._sealed.queue_push("events", report)
+        nonce = authenticate(meeting.store, b"", "host-0", "there", 30.0)
+        session_store(meeting.store, b"", nonce).queue_push("events", report)
         meeting.join("other")
         meeting.join("third")
         assert meeting.next(own)["kind"] == "start"
@@ -186,8 +183,8 @@ class OnePop(Store):
         keys: Keys that the coordinator has set.
     """
 
-    def __init__(self, store: TCPStore, coordinator: AgentCoordinator) -> None:
-        self._store, self._coordinator, self._pops = store, coordinator, 0
+    def __init__(self, store: TCPStore, closed: threading.Event) -> None:
+        self._store, self._closed, self._pops = store, closed, 0
         self.keys: list[str] = []
 
     @property
@@ -197,7 +194,7 @@ class OnePop(Store):
     def queue_pop(self, key: Any, block: bool = True) -> bytes:
         self._pops += 1
         if self._pops > 1:
-            self._coordinator._closed.set()
+            self._closed.set()
             raise StoreTimeoutError("this is the end")
         return self._store.queue_pop(key)
 
@@ -206,40 +203,51 @@ class OnePop(Store):
 
 
 @pytest.fixture
-def flooded() -> Iterator[tuple[Any, TCPStore, OnePop]]:
-    """A coordinator without threads, and a store in which another program has written a thousand values."""
+def flooded() -> Iterator[TCPStore]:
+    """A store in which another program has written a thousand values to the queues of agents."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator: Any = AgentCoordinator.__new__(AgentCoordinator)
-    coordinator._closed, coordinator._secret, coordinator._nonce = threading.Event(), SECRET, NONCE
-    coordinator._reports, coordinator._plans = SimpleQueue(), 0
-    coordinator._hellos_store = coordinator._reports_store = pops = OnePop(store, coordinator)
     queues = PrefixStore("torchdist_ref.agents", store)
     for number in range(FLOOD):
         queues.queue_push("hellos", f"{number:064x}" if number % 2 else "junk")
         queues.queue_push(f"{NONCE[:16]}/sealed/events", "junk")
-    yield coordinator, store, pops
+    yield store
     store.close()
 
 
 NONCE, FLOOD = "0123456789abcdef" * 4, 500
 
 
-def test_reports_do_not_wait_for_what_another_program_has_written(flooded: Any) -> None:
-    coordinator, store, _ = flooded
+def test_reports_do_not_wait_for_what_another_program_has_written(flooded: TCPStore) -> None:
+    closed, found = threading.Event(), list[Any]()
     sent = [{"kind": "finish", "key": "agent", "serial": number} for number in (7, 8)]
     for report in sent:
-        session_store(store, SECRET, NONCE).queue_push("events", json.dumps(report))
-    coordinator._read_reports()
-    assert [coordinator._reports.get_nowait() for _ in sent] == sent and coordinator._reports.empty()
+        session_store(flooded, SECRET, NONCE).queue_push("events", json.dumps(report))
+    pops: Any = OnePop(flooded, closed)
+    reports = session_store(ArrivedValues(pops), SECRET, NONCE)
+    read_queue(reports, "events", lambda report, is_first: found.append(json.loads(report)), closed)
+    assert found == sent
 
 
-def test_new_agents_do_not_wait_for_what_another_program_has_written(flooded: Any) -> None:
+def test_new_agents_do_not_wait_for_what_another_program_has_written(flooded: TCPStore) -> None:
     """Its questions get an answer when their turn comes, which is after the end here; a repeated one gets none."""
-    coordinator, store, pops = flooded
+    closed = threading.Event()
     for _ in range(2):
-        PrefixStore("torchdist_ref.agents", store).queue_push("hellos", f"{NONCE} {hello_code(SECRET, NONCE)}")
-    coordinator._welcome_agents()
+        PrefixStore("torchdist_ref.agents", flooded).queue_push("hellos", f"{NONCE} {hello_code(SECRET, NONCE)}")
+    pops: Any = OnePop(flooded, closed)
+    hellos = PrefixStore("torchdist_ref.agents", ArrivedValues(pops))
+    read_queue(hellos, "hellos", Welcomes(pops, SECRET, NONCE).answer, closed)
     assert pops.keys == [NONCE]
+
+
+def test_an_agent_with_another_version_of_torch_is_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_session, "versions", lambda: versions() | {"torch": "9.9.9"})
+    message = r"host of other has torch 9\.9\.9, and the agent at there has .*pip install torch=="
+    with pytest.raises(ArgumentError, match=message):
+        meeting.join("other")
+
+
+def test_the_versions_are_those_that_are_installed() -> None:
+    assert versions() == {"torch": torch.__version__.partition("+")[0], "torchdist_ref": torchdist_ref.__version__}
 
 
 def test_an_agent_of_another_job_is_answered_too(meeting: Meeting, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,51 +273,28 @@ def test_each_question_is_new() -> None:
     assert first != second
 
 
-def keep_alive(beat: int) -> bytes:
-    return json.dumps({"beat": beat, "next": 0, "report": None}).encode()
+@pytest.mark.parametrize("fails", ["tick of the roster", "events", "hellos"])
+def test_agents_leave_a_coordinator_whose_thread_fails(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they waited for decisions that nobody made any more. A thread fails in the roster, or reading a queue."""
+    meeting, pop = Meeting(), ArrivedValues.queue_pop
 
-
-@pytest.mark.usefixtures("silence_of_users")
-@pytest.mark.parametrize("replayed", [False, True])
-def test_keep_alives_that_are_written_again_do_not_hide_that_an_agent_is_silent(replayed: bool) -> None:
-    now, lost, written = 100.0, list[str](), iter([0, 1, 2, 3, 1, 2, 3, 0] if replayed else [0, 1, 2, 3, 3, 3, 3, 3])
-    coordinator = AgentCoordinator.__new__(AgentCoordinator)
-    roster: Any = SimpleNamespace(
-        seats={}, waiting={"agent": None}, lose=lambda key, reason, certain: lost.append(reason)
-    )
-    pulses: Any = SimpleNamespace(multi_get=lambda keys: [keep_alive(next(written))])
-    keys: Any = SimpleNamespace(multi_get=lambda keys: [b""])
-    coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
-    coordinator._pulses, coordinator._gone, coordinator._plans = pulses, keys, 0
-    for _ in range(8):
-        coordinator._check_agents(now)
-        now += 0.3
-    assert lost == ["has sent no keep-alive for 1.2 s"]
-
-
-@pytest.mark.parametrize("thread", ["_step", "_read_reports", "_welcome_agents"])
-def test_agents_leave_a_coordinator_whose_thread_fails(thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = threading.Event()
-    whole: Callable[..., None] = getattr(AgentCoordinator, thread)
-
-    def failing(self: AgentCoordinator) -> None:
-        if thread == "_step" and not fails.is_set():
-            whole(self)
-            return
-        fails.wait(30)
+    def failing(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    meeting = Meeting()
+    def failing_pop(self: ArrivedValues, key: str, block: bool = True) -> bytes:
+        value = pop(self, key, block)
+        return failing() if key.endswith(fails) else value  # type: ignore[func-returns-value,return-value]
+
     try:
         own, other = meeting.join("own"), meeting.join("other")
-        if thread == "_step":
-            monkeypatch.setattr(AgentCoordinator, "_step", failing)
-            fails.set()
+        if fails == "tick of the roster":
+            monkeypatch.setattr(meeting.roster, "tick", failing)
+        monkeypatch.setattr(ArrivedValues, "queue_pop", failing_pop)
+        # The threads wait in the former function: the first value that arrives from now on is the second that fails.
+        for _ in range(2):
             other.report("ready", attempt=0)
-        else:
-            monkeypatch.setattr(AgentCoordinator, thread, failing)
-            fails.set()
-            threading.Thread(target=meeting.coordinator._watch, args=(failing.__get__(meeting.coordinator),)).start()
+            with suppress(CoordinatorLost):
+                authenticate(meeting.store, SECRET, "host-0", "there", 0.01)
         for session in (own, other):
             message = meeting.next(session)
             assert (message["kind"], message["text"]) == (
@@ -317,6 +302,7 @@ def test_agents_leave_a_coordinator_whose_thread_fails(thread: str, monkeypatch:
                 "the coordinator of the agents has failed: planted",
             )
     finally:
+        monkeypatch.undo()
         meeting.close()
 
 
@@ -364,9 +350,10 @@ def start_attempt(meeting: Meeting) -> dict[str, AgentSession]:
     return sessions
 
 
-def stop_pushes(session: AgentSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_pushes(meeting: Meeting, session: AgentSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no report of a session stay in the queue, as if another program popped each at once."""
-    monkeypatch.setattr(session._sealed, "queue_push", lambda queue, value: None)
+    store, _ = meeting.sessions[session]
+    monkeypatch.setattr(store, "queue_push", lambda queue, value: None)
 
 
 @pytest.mark.parametrize("taken", ["own", "other"])
@@ -374,7 +361,7 @@ def test_the_job_ends_though_another_program_takes_a_report(
     taken: str, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sessions = start_attempt(meeting)
-    stop_pushes(sessions[taken], monkeypatch)
+    stop_pushes(meeting, sessions[taken], monkeypatch)
     for session in sessions.values():
         session.report("finish", attempt=1)
     ends = [meeting.next(session) for session in sessions.values()]
@@ -385,7 +372,7 @@ def test_the_first_failure_is_named_though_another_program_takes_its_report(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator looks at the keep-alives before it decides, though none of them is late."""
-    monkeypatch.setattr(coordination, "LATE_SECONDS", 0.9)
+    monkeypatch.setattr(keep_alives, "LATE_SECONDS", 0.9)
     sessions, repeated, set_value = start_attempt(meeting), threading.Event(), SealedStore.set
 
     def seen_set(self: SealedStore, key: str, value: str) -> None:
@@ -394,7 +381,7 @@ def test_the_first_failure_is_named_though_another_program_takes_its_report(
             repeated.set()
 
     monkeypatch.setattr(SealedStore, "set", seen_set)
-    stop_pushes(sessions["other"], monkeypatch)
+    stop_pushes(meeting, sessions["other"], monkeypatch)
     sessions["other"].report("fail", attempt=1, failure={"code": 3, "text": "the cause", "time": 1.0})
     repeated.wait(10)
     sessions["third"].report("fail", attempt=1, failure={"code": 1, "text": "a later failure", "time": 2.0})
@@ -429,25 +416,27 @@ def test_the_first_address_leads_agents_on_for_as_long_as_the_job_runs() -> None
         meeting.close()
 
 
-def test_redirections_leave_one_number_behind(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirections_come_from_one_agent(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator remembers the last report of each agent: a redirection that repeats itself is one agent."""
-    own, info = meeting.join("own"), HostInfo("leader", "leader", "10.9.9.9", 4242, 1)
-    monkeypatch.setattr(coordination, "REDIRECTION_SECONDS", 0.0)
-    several, handle, seen = threading.Event(), AgentCoordinator._handle, list[int]()
+    meeting.join("own")
+    info = HostInfo("leader", "leader", "10.9.9.9", 4242, 1)
+    several, push, seen = threading.Event(), SealedStore.queue_push, list[tuple[str, int]]()
 
-    def counted(self: AgentCoordinator, kind: str, key: str, event: dict[str, Any]) -> None:
-        seen.append(event["serial"])
+    def seen_push(self: SealedStore, key: Any, value: Any) -> None:
+        push(self, key, value)
+        report = json.loads(value)
+        seen.append((report["key"], report["serial"]))
         if len(seen) == 3:
             several.set()
-        handle(self, kind, key, event)
 
-    monkeypatch.setattr(AgentCoordinator, "_handle", counted)
+    monkeypatch.setattr(coordination, "REDIRECTION_SECONDS", 0.0)
+    monkeypatch.setattr(SealedStore, "queue_push", seen_push)
     redirection = Redirection("127.0.0.1", meeting.store.port, SECRET, info, lambda: 0)
     try:
         assert several.wait(30)
     finally:
         redirection.close()
-    assert len(set(seen)) == len(seen) and set(meeting.coordinator._serials) == {own.info.key, redirection._key}
+    assert len({key for key, _ in seen}) == 1 and sorted({serial for _, serial in seen}) == [each for _, each in seen]
 
 
 def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,72 +474,26 @@ def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pyte
     assert in_order == ["wake-up", "start"]
 
 
-def test_the_coordinator_sends_no_request_while_all_agents_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled, five_checks = list[str](), threading.Event()
-    check, handle = AgentCoordinator._check_agents, RequestHandler.handle
+def test_the_coordinator_sends_no_request_while_all_agents_keep_alive(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at their keep-alives in the memory of the server, five times here."""
+    looks, five_looks, requests = list[float](), threading.Event(), list[str]()
+    look, request = KeepAlives.look, TCPStore.multi_get
+    start_attempt(meeting)
 
-    def counted_check(self: AgentCoordinator, now: float) -> None:
-        check(self, now)
-        handled.append("check")
-        if handled.count("check") == 5:
-            five_checks.set()
+    def counted_look(self: KeepAlives, agent: str, beat: int, has_disconnected: bool, now: float) -> Finding:
+        looks.append(now)
+        if len(looks) == 10:
+            five_looks.set()
+        return look(self, agent, beat, has_disconnected, now)
 
-    def counted_handle(self: RequestHandler, client: StoreClient, request: Request) -> None:
-        handled.append(request.operation.name)
-        handle(self, client, request)
+    def counted_request(self: TCPStore, keys: Any) -> list[bytes]:
+        requests.append(threading.current_thread().name)
+        return request(self, keys)
 
+    monkeypatch.setattr(keep_alives, "LATE_SECONDS", 0.06)
     monkeypatch.setattr(agent_session, "KEEP_ALIVE_SECONDS", 0.04)
-    monkeypatch.setattr(coordination, "LATE_SECONDS", 0.06)
-    monkeypatch.setattr(AgentCoordinator, "_check_agents", counted_check)
-    monkeypatch.setattr(RequestHandler, "handle", counted_handle)
-    rules, wake = Rules("job", 2, 2), os.eventfd(0, os.EFD_NONBLOCK)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "own"), b"", "127.0.0.1", "own")
-    infos = [HostInfo(key, key, "127.0.0.1", 1, 1) for key in ("own", "other")]
-    sessions = [
-        AgentSession(store.clone(), info, rules, b"", "here", wake, print, local=local)
-        for info, local in zip(infos, (coordinator.local, None), strict=True)
-    ]
-    try:
-        assert five_checks.wait(30)
-    finally:
-        for session in sessions:
-            session.report("leave", text="the end")
-            session.close()
-        coordinator.close()
-        store.close()
-        os.close(wake)
-    assert "SET" in handled and "WAIT_GET_ALL" not in handled
-
-
-@pytest.mark.usefixtures("silence_of_users")
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("begin", [100.0 + 0.013 * step for step in range(0, 24, 4)])
-def test_a_lost_agent_is_noticed_in_time_by_two_checks_a_second(begin: float, gone: bool) -> None:
-    for death in (109.801, 109.95, 110.099):
-        lost, checks = checks_until_lost(begin, death, gone)
-        assert 0.14 < lost - death < (0.91 if gone else 1.46)
-        assert checks <= (death - begin) / 0.45 + 4
-
-
-def checks_until_lost(now: float, death: float, gone: bool) -> tuple[float, int]:
-    """Return when the coordinator notices the death of an agent that kept alive until then, and its checks so far."""
-    lost: list[float] = []
-    coordinator = AgentCoordinator.__new__(AgentCoordinator)
-    roster: Any = SimpleNamespace(seats={}, waiting={"agent": None})
-
-    def lose(key: str, reason: str, certain: bool) -> None:
-        lost.append(now)
-        roster.waiting.clear()
-
-    roster.lose = lose
-    coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
-    pulses: Any = SimpleNamespace(multi_get=lambda keys: [keep_alive(int(min(now, death) / 0.3))])
-    keys: Any = SimpleNamespace(multi_get=lambda keys: [b"1" if gone and now > death else b""])
-    coordinator._pulses, coordinator._gone, coordinator._plans = pulses, keys, 0
-    checks = 0
-    while roster.waiting:
-        now = max(now, coordinator._next_check())
-        coordinator._check_agents(now)
-        checks += 1
-    return lost[0], checks
+    monkeypatch.setattr(KeepAlives, "look", counted_look)
+    monkeypatch.setattr(TCPStore, "multi_get", counted_request)
+    assert five_looks.wait(30) and "torchdist_ref coordinator" not in requests

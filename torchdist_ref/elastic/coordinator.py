@@ -5,11 +5,10 @@ a `Roster` and publishes its decisions under numbered keys, for which all agents
 keep-alive keys, in the memory of the server, and a decision arrives within a millisecond. The server sets a key when
 the connection of an agent ends; the coordinator looks for it when a keep-alive is late. It wakes only when one may be.
 
-Anybody who reaches the store can write to it. A value that no agent of the job has sealed is ignored, and delays the
-values behind it by microseconds (`ArrivedValues`). A report or decision that another program has deleted is repeated:
-each keep-alive says the agent's last report, and the decision for which it waits. When a thread of the coordinator
-fails, the agents hear of it and choose another one. Do not add rules here: they belong to `roster`; an agent's side
-belongs to `session`.
+Anybody who reaches the store can write to it (`agent_queues`). A report or decision that another program has deleted is
+repeated: each keep-alive says the agent's last report, and the decision for which it waits. When a thread of the
+coordinator fails, the agents hear of it and choose another one. Do not add rules here: they belong to `roster` and
+`keep_alives`; an agent's side belongs to `session`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ import logging
 import os
 import threading
 import time
-from _operator import _compare_digest as same_code
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 
-from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules, versions
+from torchdist_ref.elastic.agent_queues import MALFORMED, Welcomes, read_queue
+from torchdist_ref.elastic.keep_alives import Finding, KeepAlives
+from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules
 from torchdist_ref.elastic.session import (
     GONE,
     HELLOS,
@@ -38,26 +38,18 @@ from torchdist_ref.elastic.session import (
     LocalLink,
     Message,
     authenticate,
-    derive_key,
-    hello_code,
     open_store,
     session_store,
 )
-from torchdist_ref.errors import AuthenticationError, DistError, QueueEmptyError, StoreTimeoutError
-from torchdist_ref.membership.trust import SECRET_FILE
-from torchdist_ref.stores import PrefixStore, Store, TCPStore
-from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
+from torchdist_ref.errors import AuthenticationError, DistError
+from torchdist_ref.stores import PrefixStore, TCPStore
+from torchdist_ref.stores.sealed import KEY_BYTES
 from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.stores.tcp.store import ArrivedValues, ServedValues
 
-LATE_SECONDS = 0.45
-"""Silence after which an agent is lost if it has disconnected."""
 REDIRECTION_SECONDS = 1.0
 _FAREWELL_SECONDS = 5.0
 _MEBIBYTE_OF_KEYS = 1024
-_ANSWERED_HELLOS = 4096
-# Errors of a value that another program has written.
-_MALFORMED = (AuthenticationError, LookupError, RecursionError, TypeError, ValueError)
 log = logging.getLogger("torchdist_ref.elastic")
 
 
@@ -99,8 +91,7 @@ class AgentCoordinator:
         self._reports = self.local.reports
         self._plans, self._published = 0, dict[int, str]()
         self._serials: dict[str, int] = {}
-        self._alive: dict[str, tuple[int, float]] = {}
-        self._checked_at = 0.0
+        self._keep_alives = KeepAlives(SILENCE_SECONDS)
         self._own_joined, self._early = False, list[tuple[str, str, Message]]()
         self._job_store: TCPServer | None = None
         self._closing, self._closed = False, threading.Event()
@@ -140,62 +131,16 @@ class AgentCoordinator:
 
     def _welcome_agents(self) -> None:
         """Tell each new agent this session's random number, and prove to know the job token."""
-        public, answered = PrefixStore(PREFIX, self._hellos_store), dict[str, None]()
-        warning = (
-            f"refused an agent or another program that does not know this job's token; a host that is missing says so "
-            f"itself. Name the same secret's file in {SECRET_FILE} on all hosts."
-        )
-
-        def answer(hello: bytes, is_first: bool) -> None:
-            nonlocal warning
-            text, _, code = hello.decode().partition(" ")
-            nonce = bytes.fromhex(text).hex()
-            is_of_job = same_code(code, hello_code(self._secret, nonce))
-            # An agent with another job token gets an answer too, by which it notices that, but when its turn comes.
-            if nonce in answered or not (is_first or is_of_job):
-                return
-            if warning and not is_of_job:
-                log.warning(warning)
-                warning = ""
-            answered[nonce] = None
-            if len(answered) > _ANSWERED_HELLOS:
-                del answered[next(iter(answered))]
-            welcome = SealedStore(public, derive_key(self._secret, b"welcome", nonce))
-            welcome.set(f"welcome/{nonce}", json.dumps({"nonce": self._nonce, "versions": versions()}))
-
-        self._read_queue(PrefixStore(PREFIX, ArrivedValues(self._hellos_store)), HELLOS, answer)
+        welcomes = Welcomes(PrefixStore(PREFIX, self._hellos_store), self._secret, self._nonce)
+        hellos = PrefixStore(PREFIX, ArrivedValues(self._hellos_store))
+        read_queue(hellos, HELLOS, welcomes.answer, self._closed)
 
     def _read_reports(self) -> None:
         def put(report: bytes, is_first: bool) -> None:
             self._reports.put(_event(json.loads(report)))
 
         reports = session_store(ArrivedValues(self._reports_store), self._secret, self._nonce)
-        self._read_queue(reports, REPORTS, put, "ignored a report that no agent of this job has written")
-
-    def _read_queue(self, store: Store, queue: str, handle: Callable[[bytes, bool], None], warning: str = "") -> None:
-        """Handle the first value of a queue, then those that have arrived behind it, and so on until the end.
-
-        Args:
-            store: Store above an `ArrivedValues`.
-            queue: Key of the queue.
-            handle: Function that gets a value, and whether it was the first; it may get a value as a later one before.
-            warning: Line for the log when a value is ignored that no agent has written.
-        """
-        is_first = True
-        while not self._closed.is_set():
-            try:
-                handle(store.queue_pop(queue, is_first), is_first)
-            except QueueEmptyError:
-                is_first = True
-                continue
-            except StoreTimeoutError:
-                continue
-            except _MALFORMED:
-                # Once: a program that writes thousands must not have the agents' reports wait for lines of a log.
-                if warning:
-                    log.warning(warning)
-                warning = ""
-            is_first = False
+        read_queue(reports, REPORTS, put, self._closed, "ignored a report that no agent of this job has written")
 
     def _run(self) -> None:
         failure = ""
@@ -256,7 +201,7 @@ class AgentCoordinator:
             self._roster.now = time.monotonic()
             try:
                 self._handle(event["kind"], key, event)
-            except _MALFORMED as error:
+            except MALFORMED as error:
                 log.warning("ignored a report that is malformed: %s", event, exc_info=error)
 
     def _handle(self, kind: str, key: str, event: Message) -> None:
@@ -295,33 +240,25 @@ class AgentCoordinator:
         return [key for key in (*self._roster.seats, *self._roster.waiting) if key != self._own]
 
     def _next_check(self) -> float:
-        """Return when an agent is late next, or silent for too long. A new one is looked at right away."""
-        due = time.monotonic() + LONGEST_WAIT.total_seconds()
-        for key in self._present():
-            since = self._alive.get(key, (-1, float("-inf")))[1]
-            was_late = self._checked_at - since >= LATE_SECONDS
-            due = min(due, since + (SILENCE_SECONDS if was_late else LATE_SECONDS))
-        return due
+        """Return when to look at the keep-alives next."""
+        return min(self._keep_alives.next_look(self._present()), time.monotonic() + LONGEST_WAIT.total_seconds())
 
     def _check_agents(self, now: float) -> None:
         """Remove agents that have disconnected, or whose keep-alive does not arrive any more."""
-        present, self._checked_at = self._present(), now
+        present = self._present()
         states = list(map(self._state_of, present))
-        gone = self._gone.multi_get(present)
-        for key, state, has_disconnected in zip(present, states, gone, strict=True):
-            before, since = self._alive.get(key, (-1, now))
-            # Only a larger number is new: another program may write again what the agent wrote earlier.
-            if state.get("beat", -1) > before:
-                self._alive[key] = (state["beat"], now)
+        for key, state, gone in zip(present, states, self._gone.multi_get(present), strict=True):
+            finding = self._keep_alives.look(key, state.get("beat", -1), bool(gone), now)
+            if finding is Finding.BEAT:
                 if state["report"]:
                     self._accept(state["report"])
                 self._repair_plans(state["next"])
-            # A connection may end because the network is slow: only an agent that is silent too has ended.
-            elif has_disconnected and now - since >= LATE_SECONDS:
+            elif finding is Finding.DISCONNECTED:
                 ended = self._has_ended(key)
                 self._roster.lose(key, "has ended" if ended else "has left", certain=ended)
-            elif now - since >= SILENCE_SECONDS:
-                self._roster.lose(key, f"has sent no keep-alive for {now - since:.1f} s", certain=False)
+            elif finding is Finding.SILENT:
+                silence = self._keep_alives.silence(key, now)
+                self._roster.lose(key, f"has sent no keep-alive for {silence:.1f} s", certain=False)
 
     def _state_of(self, key: str) -> Message:
         """Return what the last keep-alive of an agent says; empty if another program has written or deleted it."""
@@ -329,7 +266,7 @@ class AgentCoordinator:
             state = json.loads(self._pulses.multi_get([f"alive/{key}"])[0])
             report = state["report"] and _event(state["report"])
             return {"beat": int(state["beat"]), "next": int(state["next"]), "report": report}
-        except _MALFORMED:
+        except MALFORMED:
             return {}
 
     def _repair_plans(self, first: int) -> None:
@@ -416,7 +353,7 @@ class Redirection:
 
     def _run(self) -> None:
         while not self._closed.wait(REDIRECTION_SECONDS):
-            with suppress(CoordinatorLost, DistError, *_MALFORMED):
+            with suppress(CoordinatorLost, DistError, *MALFORMED):
                 self._redirect(open_store(self._host, self._port, KEEP_ALIVE_SECONDS))
 
     def _redirect(self, store: TCPStore) -> None:
