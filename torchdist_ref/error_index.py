@@ -144,7 +144,8 @@ _OF_A_RANK = re.compile(rf"^(?:{'|'.join(_PREFIXES)})(\w+: .*?)(?=\n(?:  )?ranks
 
 
 @cache
-def _compiled() -> tuple[tuple[str, re.Pattern[str]], ...]:
+def compiled_patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Return the pattern of each entry, compiled on first use."""
     return tuple((entry, re.compile(pattern)) for entry, pattern in ENTRIES)
 
 
@@ -169,7 +170,7 @@ def entry_of(error: BaseException) -> str:
     text = f"{type(error).__name__}: {message}"
     on_a_rank = _OF_A_RANK.search(text)
     for candidate in (on_a_rank[1], text) if on_a_rank else (text,):
-        for entry, pattern in _compiled():
+        for entry, pattern in compiled_patterns():
             if pattern.search(candidate):
                 return entry
     classes = (cls for cls in type(error).__mro__ if cls.__module__ == "torchdist_ref.errors")

@@ -32,7 +32,7 @@ from torchdist_ref.work import Work
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 SIZE = 2
-REPETITIONS = 50
+REPETITIONS = 20
 # The handles of a call, the tensors that it writes, and their values.
 Started = tuple[list[Any], list[Tensor], list[Tensor]]
 Api = Any

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -102,8 +101,7 @@ def test_a_rank_without_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     def program(rank: int) -> str:
         # The group is made with the default time-out.
         group, text = dist.new_group(), ""
-        checked: Any = group.backend  # type: ignore[union-attr]
-        checked._membership = replace(checked._membership, timeout=short.total_seconds())
+        dist.set_timeout(short, group)
         if rank != 2:
             with pytest.raises(dist.RankStalledError) as caught:
                 dist.all_reduce(tensors(rank, (3, 3)), group=group)

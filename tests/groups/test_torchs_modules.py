@@ -255,14 +255,14 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program, int], 
     return find
 
 
-CASES = covering([("ref", 4), ("ref", 3), ("ref", 2)], PROGRAMS) + covering([("gloo", 2), ("gloo", 4)], PROGRAMS)
+CASES = covering([("ref", 4), ("gloo", 2), ("ref", 3), ("gloo", 4), ("ref", 2)], PROGRAMS)
 
 
 @pytest.mark.parametrize(("backend", "world", "program"), CASES, ids=lambda value: getattr(value, "__name__", None))
 def test_torchs_modules_find_the_numbers_of_torchs_gloo(
     program: Program, backend: str, world: int, right: Any, tmp_path: Any, proof: Any
 ) -> None:
-    """CI has each program on four ranks of `ref`, and in one of the other worlds."""
+    """CI has each program in one world, and each world with two programs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = right(program, world)

@@ -87,9 +87,9 @@ def test_a_name_that_is_missing_says_who_needs_it() -> None:
 
 
 def test_asking_for_a_missing_name_makes_no_error() -> None:
-    error_index._compiled.cache_clear()
+    error_index.compiled_patterns.cache_clear()
     assert not ABSENT.exists() and isinstance(ABSENT.bind(), Missing)
-    assert not error_index._compiled.cache_info().misses
+    assert not error_index.compiled_patterns.cache_info().misses
 
 
 def test_a_module_that_binds_a_missing_name_can_be_loaded() -> None:
@@ -125,7 +125,7 @@ def train_without_copies(rank: int) -> str:
 @pytest.mark.parametrize("version", ["2.99.1", "3.0.0a0+git12ab"])
 def test_a_newer_torch_is_warned_of_once(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch_private, "_warned", False)
+    monkeypatch.setattr(torch_private, "warned", False)
     with pytest.warns(RuntimeWarning, match=f"torch {TESTED[0]} to {TESTED[-1]}, and this is torch") as caught:
         torch_private.TABLES.get()
         torch_private.AUTOGRAD.get()
@@ -135,7 +135,7 @@ def test_a_newer_torch_is_warned_of_once(version: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("version", [f"{TESTED[-1]}.9", TESTED[0] + ".0+cpu"])
 def test_a_tested_torch_is_not_warned_of(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch_private, "_warned", False)
+    monkeypatch.setattr(torch_private, "warned", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_private.TABLES.get()

@@ -46,7 +46,7 @@ def whole_contract(rank: int, hosts: str, path: str) -> None:
 
 
 # Over a second: the whole contract of a backend, over sockets, with more ranks than cores.
-@pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
+@pytest.mark.parametrize("hosts", ["aab", *(pytest.param(each, marks=pytest.mark.long) for each in ("ab", "abab"))])
 def test_ref_keeps_the_contract_between_hosts(hosts: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("tcp") / "store")
     run(whole_contract, len(hosts), hosts, path, ranks="processes", init=False, timeout=60.0)

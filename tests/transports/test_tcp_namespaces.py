@@ -43,8 +43,11 @@ def whole_contract(rank: int, hosts: Sequence[Host], address: str) -> None:
 # Over a second: the whole contract of a backend, over sockets, with more ranks than cores.
 @pytest.mark.parametrize(
     ("where", "family"),
-    [((0, 1), "ipv4"), ((0, 1), "ipv6"), ((0, 0, 1, 1), "ipv6")],
-    ids=["2 ranks, IPv4", "2 ranks, IPv6", "2x2 ranks, IPv6"],
+    [
+        pytest.param((0, 1), "ipv4", id="2 ranks, IPv4"),
+        pytest.param((0, 1), "ipv6", id="2 ranks, IPv6", marks=pytest.mark.long),
+        pytest.param((0, 0, 1, 1), "ipv6", id="2x2 ranks, IPv6", marks=pytest.mark.long),
+    ],
 )
 def test_ref_keeps_the_contract_between_namespaces(where: tuple[int, ...], family: str) -> None:
     with namespaces.hosts(2) as pair:

@@ -124,15 +124,15 @@ class Missing:
         self._name.refuse()
 
 
-_warned = False
+warned = False
 
 
 def _warn_of_untested_torch() -> None:
     """Warn once per process if torch is newer than all tested releases."""
-    global _warned
-    if _warned:
+    global warned
+    if warned:
         return
-    _warned = True
+    warned = True
     if _release(torch.__version__) > _release(TESTED[-1]):
         warnings.warn(
             f"torchdist_ref was tested with torch {TESTED[0]} to {TESTED[-1]}, and this is torch {torch.__version__}. "
