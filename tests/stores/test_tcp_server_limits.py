@@ -399,7 +399,7 @@ def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.Monke
     loop.close_copies()
 
 
-@pytest.mark.parametrize("place", [(RequestHandler, "handle"), (sockets.Acceptor, "accept")])
+@pytest.mark.parametrize("place", [(RequestHandler, "handle"), (sockets.StoreAcceptor, "accept")])
 def test_an_internal_error_does_not_end_the_thread(
     place: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

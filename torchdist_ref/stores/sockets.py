@@ -395,7 +395,7 @@ def _owner_in(reply: bytes, listening: bool) -> int | None:
     return int(user) if inode else _UNACCEPTED if state in _OPENED else _CLOSED
 
 
-class Acceptor:
+class StoreAcceptor:
     """Listening sockets of a server: they accept clients, but none of other users, also without a free descriptor.
 
     A client that is not accepted would wait until its time-out. So one descriptor is kept in reserve: closed, it lets

@@ -34,7 +34,7 @@ from time import monotonic, sleep
 from typing import cast
 
 from torchdist_ref.processes.forks import close_copies_in_child
-from torchdist_ref.stores.sockets import READ, WRITE, Acceptor, adopt, listen, poller
+from torchdist_ref.stores.sockets import READ, WRITE, StoreAcceptor, adopt, listen, poller
 from torchdist_ref.stores.tcp.operations import Op
 from torchdist_ref.stores.tcp.protocol import WHOLE_REPLY_BYTES, ManyValues, Piece, ProtocolError, RequestDecoder
 from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
@@ -168,7 +168,7 @@ class ServerLoop:
     def __init__(self, listeners: Sequence[socket.socket], clock: Callable[[], float] = monotonic) -> None:
         self.handler = RequestHandler(clock)
         self.handler.memory.reclaim = self._reclaim
-        self.acceptor = Acceptor(listeners)
+        self.acceptor = StoreAcceptor(listeners)
         self.clients: dict[int, ServerClient] = {}
         self.unused = threading.Event()
         self._clock, self._poller, self._stopping = clock, poller(), False
