@@ -25,7 +25,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torchdist_ref.calls import AllGather, Call, Number, Scatter, signature
-from torchdist_ref.errors import message_of
+from torchdist_ref.errors import ReportedFailure, message_of
 
 # The first variable that is set counts; the others are torch's names, the last one its former name.
 SIZE_VARIABLES = ("TORCHDIST_REF_FLIGHT_RECORDER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -41,7 +41,7 @@ Entry = list[Any]
 NUMBER, CALL, OPERANDS, START, END, ERROR, FRAMES = range(7)
 """Fields of an `Entry`. START is 0.0 until the call runs, END until it ends. FRAMES exists at debug level DETAIL.
 
-ERROR is the empty string, or the text of an exception and the global ranks that it names.
+ERROR is the empty string, or of an exception: its text and class, the global ranks that it names, and its failure.
 """
 
 Frame = tuple[str, str, int]
@@ -72,7 +72,9 @@ class CallRecord:
         start: Time at which the backend began, in seconds of `time.perf_counter`; 0.0 if it has not.
         end: Time at which it ended; 0.0 if it has not.
         error: Type and message of the exception that ended it, or the empty string.
+        error_class: Its class; None if there is none.
         ranks: Global ranks that the exception names because they did not do their part.
+        failure: The failure of ranks that the exception has as its attribute; None if it has none.
         path: Number below `sequence` of a call that a completion callback made; else 0.
         frames: The caller's stack, innermost frame first; recorded at debug level DETAIL only.
     """
@@ -86,6 +88,8 @@ class CallRecord:
     path: int = 0
     frames: tuple[Frame, ...] = ()
     ranks: tuple[int, ...] = ()
+    error_class: type[BaseException] | None = None
+    failure: ReportedFailure | None = None
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +179,8 @@ class Recorder:
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """Record that a call has ended with an exception, and report that."""
-        entry[END], entry[ERROR] = perf_counter(), (message_of(error), getattr(error, "ranks", ()))
+        ranks, failure = getattr(error, "ranks", ()), getattr(error, "failure", None)
+        entry[END], entry[ERROR] = perf_counter(), (message_of(error), type(error), ranks, failure)
         group = _groups.get(self)
         if self.on_failure is not None:
             self.on_failure(error)
@@ -205,9 +210,9 @@ class Recorder:
 
 def _record_of(entry: Entry) -> CallRecord:
     (sequence, path), call, operands, start, end, failure, *frames = entry
-    error, ranks = failure or ("", ())
+    error, error_class, ranks, reported = failure or ("", None, (), None)
     stack = frames[0] if frames else ()
-    return CallRecord(sequence, call, operands, start, end, error, path, stack, ranks)
+    return CallRecord(sequence, call, operands, start, end, error, path, stack, ranks, error_class, reported)
 
 
 # ---- the recorders of this process

@@ -23,6 +23,17 @@ from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_d
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
 from torchdist_ref.errors import explain_type
 from torchdist_ref.groups import world
+from torchdist_ref.membership.events import (
+    ABORTED,
+    DIED,
+    EXITED,
+    KILLED,
+    PROGRAM_ENDED,
+    STALLED,
+    STOPPED,
+    Ending,
+    Failure,
+)
 from torchdist_ref.processes import failure_record
 from torchdist_ref.testing import RankError, fill, run
 
@@ -368,7 +379,7 @@ def test_a_rank_that_comes_after_the_time_out_is_late(tmp_path: Path, monkeypatc
 
 def test_a_late_rank_that_waited_in_vain_itself_is_not_among_those_before_it() -> None:
     """Once rank 1 came late, after ranks 0 and 1."""
-    stalled = partial(collective, "RankStalledError: rank 2 did not arrive", (2,))
+    stalled = partial(collective, stalls(2))
     first = replace(stalled(start=1), end_ns=1_000_000_000)
     second = replace(stalled(start=3_000_000_001), end_ns=4_000_000_000)
     found = find_verdict(job({0: {"world": [first]}, 1: {"world": [second]}, 2: {}}, 3))
@@ -486,7 +497,7 @@ def test_a_rank_that_others_gave_up_on_gloo_is_behind(tmp_path: Path, monkeypatc
 
 
 def test_a_death_that_may_be_gloos_answer_to_a_mismatch_is_explained() -> None:
-    died = collective("RankDiedError: call 0 failed in Gloo: rank 1 died (pid 7 on here was killed by SIGABRT)", (1,))
+    died = collective(Failure(DIED, (1,), (Ending(KILLED, 7, "here", signal.SIGABRT),)))
     for backend in ("gloo", "ref"):
         group = GroupCalls("world", (0, 1), (died,), backend=backend)
         found = find_verdict(Dumps({0: RankDump(0, "rank0.json", (group,))}))
@@ -497,7 +508,7 @@ def test_a_death_that_may_be_gloos_answer_to_a_mismatch_is_explained() -> None:
 def test_a_rank_without_a_dump_that_gloo_may_have_ended_is_explained() -> None:
     """The others sent it more than it expected, and completed the call: none of them met its death."""
     for backend in ("gloo", "ref"):
-        group = GroupCalls("world", (0, 1), (replace(collective("", ()), state="completed"),), backend=backend)
+        group = GroupCalls("world", (0, 1), (collective(),), backend=backend)
         found = find_verdict(Dumps({0: RankDump(0, "rank0.json", (group,))}))
         assert (found.kind, found.ranks) == ("nothing", (1,)) and "but rank 1 left no dump" in found.sentence
         assert ("whether SIGABRT ended it; Gloo does that" in found.sentence) == (backend == "gloo"), found.sentence
@@ -506,13 +517,21 @@ def test_a_rank_without_a_dump_that_gloo_may_have_ended_is_explained() -> None:
 # ---- dumps made by hand: times decide here, and real ranks differ in them
 
 
-def message(op: str, rank: int, peer: int | None, error: str, ranks: tuple[int, ...] = (), start: int = 1) -> Event:
-    return Event((-1, 0), op, f"{op} of {rank}", op, "failed", start, start + 10, error, ranks, peer)
+def message(op: str, rank: int, peer: int | None, failure: Failure, start: int = 1) -> Event:
+    return Event((-1, 0), op, f"{op} of {rank}", op, "failed", start, start + 10, "DistError: x", failure, peer)
 
 
-def collective(error: str = "", ranks: tuple[int, ...] = (), start: int = 1) -> Event:
-    state = "failed" if error else "completed"
-    return Event((0, 0), "all_reduce", "all_reduce", "all_reduce", state, start, start + 10, error, ranks)
+def collective(failure: Failure | None = None, start: int = 1) -> Event:
+    state, error = ("failed", "DistError: x") if failure else ("completed", "")
+    return Event((0, 0), "all_reduce", "all_reduce", "all_reduce", state, start, start + 10, error, failure)
+
+
+def dies_of(*ranks: int) -> Failure:
+    return Failure(DIED, ranks)
+
+
+def stalls(*ranks: int, stopped: bool = False) -> Failure:
+    return Failure(STALLED, ranks, (Ending(STOPPED, 7, "here"),) if stopped else ())
 
 
 def job(events: dict[int, dict[str, list[Event]]], size: int, **more: Any) -> Dumps:
@@ -528,8 +547,8 @@ def test_the_death_of_a_rank_that_gave_up_first_is_a_consequence() -> None:
     found = find_verdict(
         job(
             {
-                0: {"world": [message("recv", 0, 1, "RankDiedError: rank 1 died", (1,), 2)]},
-                1: {"world": [message("recv", 1, 2, "RankStalledError: rank 2 did not arrive", (2,))]},
+                0: {"world": [message("recv", 0, 1, dies_of(1), 2)]},
+                1: {"world": [message("recv", 1, 2, stalls(2))]},
                 2: {"world": []},
             },
             3,
@@ -540,8 +559,8 @@ def test_the_death_of_a_rank_that_gave_up_first_is_a_consequence() -> None:
 
 def test_a_rank_whose_process_is_stopped_is_named_as_such() -> None:
     """Once the verdict was that it left no dump. Only the first rank to time out saw the stop."""
-    seen = collective("RankStalledError: rank 2 did not arrive. Its process (pid 7 on here) is stopped: continue", (2,))
-    quoted = collective(f"GroupAbortedError: rank 0 aborted: {seen.error}")
+    seen = collective(stalls(2, stopped=True))
+    quoted = collective(Failure(ABORTED, (1,), error="RankStalledError", text="rank 2 did not arrive"))
     found = find_verdict(job({0: {"world": [quoted]}, 1: {"world": [seen]}}, 3))
     assert (found.kind, found.ranks) == ("behind", (2,))
     assert found.sentence.endswith("; rank 2 is stopped.")
@@ -549,20 +568,17 @@ def test_a_rank_whose_process_is_stopped_is_named_as_such() -> None:
 
 def test_a_stopped_rank_is_named_as_such_by_a_program_that_gave_up_its_wait() -> None:
     """Once the verdict was that it left no dump: the call itself goes on, and has no error."""
-    running = replace(collective(""), state="started")
+    running = replace(collective(), state="started")
     dumps = job({rank: {"world": [running]} for rank in (0, 1)}, 3)
-    error = (
-        "RankStalledError: all_reduce: not done after 1 s. It waits for rank 2. Its process (pid 7 on here) is stopped"
-    )
-    gave_up = replace(dumps.ranks[1], error=error, error_ranks=(2,))
+    failure = stalls(2, stopped=True)
+    gave_up = replace(dumps.ranks[1], error="RankStalledError: not done", failure=failure, cause=failure)
     found = find_verdict(Dumps({0: dumps.ranks[0], 1: gave_up}))
     assert (found.kind, found.ranks) == ("behind", (2,))
     assert found.sentence.endswith("; rank 2 is stopped.")
 
 
 def test_receives_from_any_rank_are_a_deadlock() -> None:
-    stalled = "RankStalledError: no rank arrived"
-    found = find_verdict(job({rank: {"world": [message("recv", rank, None, stalled)]} for rank in range(3)}, 3))
+    found = find_verdict(job({rank: {"world": [message("recv", rank, None, stalls())]} for rank in range(3)}, 3))
     assert found.kind == "deadlock" and "recv of 0 for ranks 1 and 2" in found.sentence
 
 
@@ -570,8 +586,8 @@ def test_a_rank_that_sends_after_the_time_out_is_behind_and_no_part_of_a_deadloc
     found = find_verdict(
         job(
             {
-                0: {"world": [message("recv", 0, 1, "RankStalledError: rank 1 did not arrive")]},
-                1: {"world": [message("send", 1, 0, "RankDiedError: rank 0 died", (0,), 20)]},
+                0: {"world": [message("recv", 0, 1, stalls())]},
+                1: {"world": [message("send", 1, 0, dies_of(0), 20)]},
             },
             2,
         )
@@ -580,30 +596,30 @@ def test_a_rank_that_sends_after_the_time_out_is_behind_and_no_part_of_a_deadloc
 
 
 def test_a_deadlock_of_two_groups_names_both() -> None:
-    stalled = "RankStalledError: a rank did not arrive"
-    found = find_verdict(job({0: {"a": [collective(stalled)], "b": []}, 1: {"a": [], "b": [collective(stalled)]}}, 2))
+    stalled = collective(stalls())
+    found = find_verdict(job({0: {"a": [stalled], "b": []}, 1: {"a": [], "b": [stalled]}}, 2))
     assert found.kind == "deadlock"
     assert "rank 0 waits in all_reduce of group 'a' for rank 1" in found.sentence
     assert "rank 1 waits in all_reduce of group 'b' for rank 0" in found.sentence
 
 
 def test_a_rank_whose_dump_cannot_be_read_is_no_evidence() -> None:
-    stalled, broken = {"world": [collective("RankStalledError: a rank did not arrive")]}, {"rank1.json": "truncated"}
+    stalled, broken = {"world": [collective(stalls())]}, {"rank1.json": "truncated"}
     found = find_verdict(job({0: stalled, 2: {"world": []}}, 3, skipped=broken))
     assert (found.kind, found.ranks) == ("behind", (2,))
     found = find_verdict(job({0: stalled, 2: stalled}, 3, skipped=broken))
     assert (found.kind, found.ranks) == ("behind", (1,))
     assert "; the dump of rank 1 could not be read; to see where, run 'python -m torchdist_ref.debug " in found.sentence
-    died = {"world": [collective("RankDiedError: rank 2 died", (2,))]}
+    died = {"world": [collective(dies_of(2))]}
     assert find_verdict(job({0: died}, 3, skipped=broken)).ranks == (2,)
-    assert find_verdict(job({0: {"world": [collective("RankDiedError: it died")]}}, 3, skipped=broken)).ranks == ()
+    assert find_verdict(job({0: {"world": [collective(dies_of())]}}, 3, skipped=broken)).ranks == ()
 
 
 def test_the_members_of_a_large_group_are_listed_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[int] = []
     original = JobGroup.absent
     monkeypatch.setattr(JobGroup, "absent", lambda *of: listed.append(1) or original(*of))
-    calls = [replace(collective("RankStalledError: late"), number=(number, 0)) for number in range(50)]
+    calls = [replace(collective(stalls()), number=(number, 0)) for number in range(50)]
     found = find_verdict(job({0: {"world": calls}}, 300))
     assert len(listed) == 1 and len(found.ranks) == 299 and found.sentence.count("--request PID") == 1
     assert found.sentence.startswith("Ranks 1, 2, 3,") and " and 236 others are behind" in found.sentence
@@ -653,8 +669,7 @@ def test_a_rank_whose_program_ended_is_named(tmp_path: Path, monkeypatch: pytest
 
 def test_a_rank_whose_program_ended_has_not_aborted() -> None:
     """Once the verdict depended on which rank saw it: "Rank 2 aborted: its program ended without destroying …"."""
-    how = "its program ended without destroying the group (pid 7 on here exited with code 3)"
-    quoted = collective(f"GroupAbortedError: barrier(): rank 2 aborted: {how}")
+    quoted = collective(Failure(PROGRAM_ENDED, (2,), (Ending(EXITED, 7, "here", 3),)))
     found = find_verdict(job({0: {"world": [quoted]}, 1: {"world": [quoted]}}, 3))
     assert (found.kind, found.ranks) == ("behind", (2,))
     assert found.sentence.endswith(
@@ -664,7 +679,10 @@ def test_a_rank_whose_program_ended_has_not_aborted() -> None:
 
 def test_the_line_of_an_earlier_failed_call_is_not_made_up() -> None:
     """Once it was the line that the rank executed when it was asked for a dump."""
-    failed = {rank: replace(collective("MismatchError: no"), compared=str(rank // 2)) for rank in range(3)}
+    failed = {
+        rank: replace(collective(), state="failed", error="MismatchError: no", compared=str(rank // 2))
+        for rank in range(3)
+    }
     frames = (("step", "/home/me/train.py", 4),)
     later = replace(collective(start=2), number=(1, 0), state="started")
     calls = {0: (failed[0],), 1: (failed[1], later), 2: (failed[2],)}

@@ -76,7 +76,7 @@ def _row(dump: RankDump, group: GroupCalls) -> tuple[str, ...]:
     last = _words(completed[-1]) if completed else ""
     if pending is None:
         return str(dump.rank), group.name, last, "", "", place(dump)
-    state = f"failed: {pending.error.partition(':')[0]}" if pending.error else pending.state
+    state = f"failed: {pending.error_type}" if pending.error_type else pending.state
     return str(dump.rank), group.name, last, _words(pending), state, place(dump, pending)
 
 

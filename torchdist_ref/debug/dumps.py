@@ -16,8 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchdist_ref.debug.flight_recorder import FORMAT, LEFT
+from torchdist_ref.debug.flight_recorder import FORMAT
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.membership.events import Failure
 from torchdist_ref.recorder import Frame
 
 MAX_FILE_BYTES = 64 << 20
@@ -48,9 +49,6 @@ _PLAIN = (
     | _LITERALS
     | frozenset(_EMPTY)
 )
-_EARLIER = "of attempt"
-_EARLIER_RUN = "of an earlier run"
-_OLD = {_EARLIER: "attempt", _EARLIER_RUN: "run"}
 _STATES = ("scheduled", "started", "completed", "failed")
 GLOO_ABORTS = "; Gloo does that if a rank gets more than it expects: TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls"
 """End of a sentence on a death that may follow from a mismatch, of which the dead rank has left no dump."""
@@ -73,11 +71,12 @@ class Event:
         start_ns: Time of day at which it began, in nanoseconds; 0 if it has not.
         end_ns: Time of day at which it ended; 0 if it has not, or if that is not known.
         error: Type and message of its exception, or the empty string.
-        ranks: Global ranks that the exception names because they did not do their part.
+        failure: The failure of another rank that the exception reports; None if it is the rank's own.
         peer: Global rank of the other side of a message; None for collectives and if any rank may send.
         nbytes: Size of the largest operand in bytes.
         frames: The caller's stack, innermost frame first, if it was recorded.
         awaited: Global ranks that it waits for, if it is one that meets them in the store; else None.
+        error_type: Type of its exception, or the empty string.
     """
 
     number: tuple[int, int]
@@ -88,11 +87,12 @@ class Event:
     start_ns: int = 0
     end_ns: int = 0
     error: str = ""
-    ranks: tuple[int, ...] = ()
+    failure: Failure | None = None
     peer: int | None = None
     nbytes: int = 0
     frames: tuple[Frame, ...] = ()
     awaited: tuple[int, ...] | None = None
+    error_type: str = ""
 
     @property
     def is_message(self) -> bool:
@@ -141,11 +141,13 @@ class RankDump:
         process: Host and pid, if known.
         reason: Cause of the dump, if known.
         error: Type and message of the exception that caused it, or the empty string.
+        failure: The failure of another rank that this exception reports; None if it is the rank's own.
         error_cause: Type and message of the exception behind it that another rank caused, or the empty string.
+        cause: The failure that the exception behind it reports; None if there is none.
         error_frames: Stack of that exception, innermost frame first.
-        error_ranks: Global ranks that it names because they did not do their part.
         program: Stack of the thread that runs the program, innermost frame first.
         groups: The calls of each group.
+        has_left: Whether the rank wrote it when it left the world in good order.
     """
 
     rank: int
@@ -156,10 +158,12 @@ class RankDump:
     process: str = ""
     reason: str = ""
     error: str = ""
+    failure: Failure | None = None
     error_cause: str = ""
+    cause: Failure | None = None
     error_frames: tuple[Frame, ...] = ()
-    error_ranks: tuple[int, ...] = ()
     program: tuple[Frame, ...] = ()
+    has_left: bool = False
 
     @property
     def host(self) -> str:
@@ -172,11 +176,6 @@ class RankDump:
         calls = (e for group in self.groups for e in group.events if e.op == "init_process_group")
         return max(((e.start_ns, e.end_ns * (e.state == "completed")) for e in calls), default=(0, 0))
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the rank wrote it when it left the world in good order."""
-        return self.reason == LEFT
-
 
 @dataclass(frozen=True)
 class Dumps:
@@ -185,18 +184,20 @@ class Dumps:
     Attributes:
         ranks: The dump of each rank.
         skipped: Files that are no dumps, or of an earlier run or attempt, each with the reason.
+        old: Those of an earlier one, each with the word for it.
     """
 
     ranks: Mapping[int, RankDump]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    old: Mapping[str, str] = field(default_factory=dict)
 
     def lack(self, rank: int) -> str:
         """Return why there is no dump of a rank, in words."""
-        for name, reason in self.skipped.items():
+        for name in self.skipped:
             digits = re.search(r"(\d+)(?:\.\w+)?$", name)
             if digits is not None and int(digits[1]) == rank:
-                old = next((word for start, word in _OLD.items() if reason.startswith(start)), "")
-                return f"the dump of rank {rank} {f'is of an earlier {old}' if old else 'could not be read'}"
+                known = f"is of an earlier {self.old[name]}" if name in self.old else "could not be read"
+                return f"the dump of rank {rank} {known}"
         return f"rank {rank} left no dump"
 
     @property
@@ -220,6 +221,7 @@ def read_directory(directory: str | Path) -> Dumps:
     """
     found: list[RankDump] = []
     skipped: dict[str, str] = {}
+    old: dict[str, str] = {}
     for path in sorted(Path(directory).iterdir()):
         if path.name.startswith(".") or not path.is_file():
             continue
@@ -235,12 +237,14 @@ def read_directory(directory: str | Path) -> Dumps:
     ranks: dict[int, RankDump] = {}
     for dump in sorted(found, key=lambda dump: dump.time_ns):
         if dump.attempt < last:
-            skipped[dump.source] = f"{_EARLIER} {dump.attempt}, and the last one is {last}"
+            skipped[dump.source] = f"of attempt {dump.attempt}, and the last one is {last}"
+            old[dump.source] = "attempt"
         elif dump.initialization[1] and dump.time_ns < started[dump.host]:
-            skipped[dump.source] = f"{_EARLIER_RUN}, which had ended before another rank of this one began"
+            skipped[dump.source] = "of an earlier run, which had ended before another rank of this one began"
+            old[dump.source] = "run"
         else:
             ranks[dump.rank] = dump
-    return Dumps(_with_unique_names(dict(sorted(ranks.items()))), skipped)
+    return Dumps(_with_unique_names(dict(sorted(ranks.items()))), skipped, old)
 
 
 def _with_unique_names(ranks: dict[int, RankDump]) -> dict[int, RankDump]:
@@ -419,9 +423,22 @@ def _members(value: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(_int, value))
 
 
-def _ranks(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ranks that an error names; dumps of earlier releases have none."""
-    return _members(_list(content.get("ranks", ())))
+def _failure(content: Any) -> Failure | None:
+    """Return the failure that an error reports; dumps of earlier releases have none."""
+    return None if content is None else Failure.from_json(_checked(content))
+
+
+def _checked(content: Any, depth: int = 4) -> Any:
+    """Return a JSON form after checking the numbers and texts in it."""
+    if isinstance(content, dict) and depth:
+        return {_text(name): _checked(value, depth - 1) for name, value in content.items()}
+    if isinstance(content, list) and depth:
+        return [_checked(value, depth - 1) for value in content[:MAX_MEMBERS]]
+    return _text(content) if isinstance(content, str) else content if content is None else _number(content)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, bool) else _int(value)
 
 
 def _shapes(value: Any) -> list[list[int]]:
@@ -447,10 +464,12 @@ def _our_dump(content: dict[str, Any], source: str) -> RankDump:
         process=f"{_text(content['host'])}, pid {_int(content['pid'])}",
         reason=_text(content["reason"]),
         error="" if error is None else _text(error["text"]),
+        failure=None if error is None else _failure(error.get("failure")),
         error_cause="" if error is None else _text(error.get("caused_by", "")),
+        cause=None if error is None else _failure(error.get("cause")),
         error_frames=() if error is None else _frames(error["frames"]),
-        error_ranks=() if error is None else _ranks(error),
         program=_frames(threads[0]["frames"]) if threads else (),
+        has_left=content.get("has_left") is True,
     )
 
 
@@ -477,11 +496,12 @@ def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence
         start_ns=_int(content["start_ns"]),
         end_ns=_int(content["end_ns"]),
         error=_text(content["error"]),
-        ranks=_ranks(content),
+        failure=_failure(content.get("failure")),
         peer=None if peer is None else members[_int(peer)],
         nbytes=_int(content["nbytes"]),
         frames=() if stack is None else stacks[_int(stack)],
         awaited=None if awaited is None else _members(_list(awaited)),
+        error_type=_text(content.get("error_type", "")),
     )
 
 

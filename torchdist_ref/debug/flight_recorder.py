@@ -28,7 +28,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, message_of
+from torchdist_ref.errors import GroupAbortedError, ReportedFailure, message_of
+from torchdist_ref.membership.events import failure_by, failure_of
 from torchdist_ref.membership.sources import is_stopped
 from torchdist_ref.processes.control import catches_signal
 from torchdist_ref.processes.failure_record import (
@@ -105,6 +106,7 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
         "pid": os.getpid(),
         "time_ns": time.time_ns(),
         "reason": reason[:MAX_TEXT],
+        "has_left": reason == LEFT,
         "error": None if error is None else _error(error),
         "threads": _threads(thread),
         "groups": [
@@ -163,7 +165,9 @@ def _event(event: CallRecord, wall: float, stacks: dict[tuple[Frame, ...], int])
         "start_ns": int((event.start + wall) * 1e9) if event.start else 0,
         "end_ns": int((event.end + wall) * 1e9) if event.end else 0,
         "error": event.error[:MAX_TEXT],
+        "error_type": event.error_class.__name__[:MAX_TEXT] if event.error_class else "",
         "ranks": event.ranks[:MAX_RANKS],
+        "failure": _failure(failure_by(event.error_class, event.ranks, event.failure)),
         "stack": stack,
     }
 
@@ -175,7 +179,18 @@ def _error(error: BaseException) -> dict[str, Any]:
         "caused_by": "" if cause is None else message_of(cause)[:MAX_TEXT],
         "frames": frames_of_traceback(error.__traceback__),
         "ranks": getattr(error, "ranks", ())[:MAX_RANKS],
+        "failure": _failure(failure_of(error)),
+        "cause": None if cause is None else _failure(failure_of(cause)),
     }
+
+
+def _failure(failure: ReportedFailure | None) -> dict[str, Any] | None:
+    """Return the JSON form of a failure, within the bounds of a file."""
+    content = {} if failure is None else failure.to_json()
+    for name, value in content.items():
+        if isinstance(value, str | list):
+            content[name] = value[: MAX_TEXT if isinstance(value, str) else MAX_RANKS]
+    return content or None
 
 
 def caused_by_another_rank(error: BaseException) -> BaseException | None:
@@ -184,7 +199,7 @@ def caused_by_another_rank(error: BaseException) -> BaseException | None:
     following: BaseException | None = error
     # A program may have tied exceptions into a ring.
     while following is not None and id(following) not in seen:
-        if isinstance(following, (GroupAbortedError, RankDiedError, RankStalledError)):
+        if failure_of(following) is not None:
             return following
         seen.add(id(following))
         following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)

@@ -1,6 +1,6 @@
 """Monitored barrier: a barrier through the store that names the missing ranks, for any backend.
 
-Every rank sets a key. Rank 0 waits for the keys of all ranks and writes the verdict that all arrived. A rank whose
+Every rank sets a key. Rank 0 waits for the keys of all ranks and writes the verdict that none is missing. A rank whose
 time-out passes writes the list of missing ranks instead. `compare_set` keeps the first verdict, so either all ranks
 pass, or all that arrived name the same missing ranks, rank 0 or others. A rank that arrives after the verdict fails as
 too late. The keys of a round are deleted after the next one.
@@ -11,9 +11,11 @@ pass: neither arrivals nor rounds are counted there. Do not add calls of a backe
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -25,11 +27,12 @@ from torchdist_ref.errors import (
     RankStalledError,
     StoreTimeoutError,
 )
+from torchdist_ref.membership.events import Failure, Value, failure_of
+from torchdist_ref.membership.words import error_of
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import PrefixStore, WatchedStore
 from torchdist_ref.timeouts import Deadline, found_soon
 
-_ALL_ARRIVED = "all arrived"
 _rounds: WeakKeyDictionary[Store, Counter[int]] = WeakKeyDictionary()
 """Rounds so far by the store of a group and the rank; ranks that are threads may share a store."""
 
@@ -82,26 +85,47 @@ def run_monitored_barrier(
             # The store may have ended with the rank that serves it.
             if (found := found_soon(end)) is None:
                 raise
-            absent = [members.index(each) for each in getattr(found, "ranks", ())]
+            absent = [members.index(each) for each in getattr(found, "ranks", ()) if each in members]
             raise _missing_error(absent, rank, members, timeout, name, found) from error
-        if verdict != _ALL_ARRIVED:
-            absent = [int(position) for position in verdict.split(",")]
-            raise _missing_error(absent, rank, members, timeout, name, end())
+        if verdict.absent:
+            found = end()
+            if found is None and verdict.failure is not None:
+                # The rank that has written the verdict has seen it a little earlier.
+                found = error_of(verdict.failure, "monitored_barrier", members)
+            raise _missing_error([*verdict.absent], rank, members, timeout, name, found)
         _delete_round(store, number - 1, rank)
 
 
-def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline) -> str:
-    """Return the verdict of a round, the same on all ranks."""
+@dataclass(frozen=True)
+class _Verdict(Value):
+    """Verdict of a round, the same on all ranks.
+
+    Attributes:
+        absent: Group ranks that did not arrive.
+        failure: Failure for which the round ended before its time-out; None if there was none.
+    """
+
+    absent: tuple[int, ...] = ()
+    failure: Failure | None = None
+
+
+def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline) -> _Verdict:
+    """Return the verdict of a round."""
+
+    def agreed(own: _Verdict) -> _Verdict:
+        return _Verdict.from_json(json.loads(store.compare_set(key, "", json.dumps(own.to_json()))))
+
     key, own = f"{number}/verdict", f"{number}/{rank}"
     keys = [f"{number}/{other}" for other in range(size)]
     try:
         if rank == 0 and not store.check([key]):
             store.wait_get(keys, timedelta(seconds=deadline.remaining()), {own: ""})
-            return store.compare_set(key, "", _ALL_ARRIVED).decode()
-        return store.wait_get([key], timedelta(seconds=deadline.remaining()), {own: ""})[0].decode()
-    except (StoreTimeoutError, RankDiedError, GroupAbortedError):
-        absent = [str(other) for other in range(size) if store.get_if_present(keys[other]) is None]
-        return store.compare_set(key, "", ",".join(absent) or _ALL_ARRIVED).decode()
+            return agreed(_Verdict())
+        [known] = store.wait_get([key], timedelta(seconds=deadline.remaining()), {own: ""})
+        return _Verdict.from_json(json.loads(known))
+    except (StoreTimeoutError, RankDiedError, GroupAbortedError) as error:
+        absent = tuple(other for other in range(size) if store.get_if_present(keys[other]) is None)
+        return agreed(_Verdict(absent, failure_of(error)))
 
 
 def _cut_off_error(
@@ -123,7 +147,7 @@ def _missing_error(
     missing = [members[position] for position in absent]
     if failure is not None:
         kind = GroupAbortedError if isinstance(failure, GroupAbortedError) else RankDiedError
-        return kind(f"{here} (group {name!r}). {failure}").naming(missing)
+        return kind(f"{here} (group {name!r}). {failure}").reporting(failure_of(failure)).naming(missing)
     text = f"{here} in {timeout.total_seconds() * 1000:.0f} ms (group {name!r})."
     if rank in absent:
         late = "This rank arrived after the others had timed out in monitoredBarrier."

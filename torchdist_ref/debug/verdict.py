@@ -17,19 +17,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
+from signal import SIGABRT
 
 from torchdist_ref.debug.call_sites import frame_text, user_frames
 from torchdist_ref.debug.dumps import GLOO_ABORTS, Dumps, Event, GroupCalls, RankDump
+from torchdist_ref.membership.events import ABORTED, DIED, KILLED, STALLED, Failure
+from torchdist_ref.membership.words import absence_of, ending_text, reason_of
 from torchdist_ref.recorder import Frame
 
 Number = tuple[int, int]
 
 MAX_NAMED = 64
 """Ranks that a sentence lists."""
-# Group rank and global rank of the culprit, and what it said.
-_ABORT = re.compile(r"\brank (\d+)(?: \(global (\d+)\))? aborted: (.*)")
-# Failures that a rank has because of another one.
-_CAUSED_BY_ANOTHER = ("GroupAbortedError", "RankDiedError", "RankStalledError")
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ def _raised_afterward(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | Non
 
 
 def _first_raised(candidates: Iterable[RankDump]) -> Verdict | None:
-    own = [dump for dump in candidates if dump.error and not dump.error.startswith(_CAUSED_BY_ANOTHER)]
+    own = [dump for dump in candidates if dump.error and dump.failure is None]
     if not own:
         return None
     dump = min(own, key=lambda dump: dump.time_ns)
@@ -266,9 +265,7 @@ def _first_raised(candidates: Iterable[RankDump]) -> Verdict | None:
 
 def _failed_because_of_another(dump: RankDump) -> bool:
     """Return whether a call of a rank has failed because of another rank; what it raises then may follow from that."""
-    return bool(dump.error_cause) or any(
-        event.error.startswith(_CAUSED_BY_ANOTHER) for group in dump.groups for event in group.events
-    )
+    return dump.cause is not None or any(event.failure is not None for group in dump.groups for event in group.events)
 
 
 def _short(text: str, most: int = 300) -> str:
@@ -282,27 +279,29 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     """Return the verdict on ranks that others found dead, and that had not given up themselves."""
     gave_up = {rank for rank, dump in dumps.ranks.items() if _gave_up(dump)}
     reports = [
-        (event.is_message, event.end_ns, dump.rank, group, event)
+        (event.is_message, event.end_ns, dump.rank, group, event, event.failure)
         for dump in dumps.ranks.values()
         for group in dump.groups
         for event in group.events
-        if event.error.startswith("RankDiedError") and not gave_up.issuperset(event.ranks or (None,))
+        if event.failure is not None and event.failure.kind == DIED
+        if not event.failure.ranks or not gave_up.issuperset(event.failure.ranks)
     ]
     if not reports:
         return None
-    _, _, witness, group, event = min(reports, key=lambda report: report[:3])
+    _, _, witness, group, event, failure = min(reports, key=lambda report: report[:3])
     number = None if event.is_message else event.number
     failed = [
         rank
-        for _, _, rank, other, call in reports
+        for _, _, rank, other, call, _ in reports
         if rank == witness or (number is not None and (other.name, call.number) == (group.name, number))
     ]
     where = f"{event.text}" if number is None else f"call {number_text(number)} of group {group.name!r}, {event.text}"
-    dead = tuple(sorted(set(event.ranks) - gave_up))
+    dead = tuple(sorted(set(failure.ranks) - gave_up))
     which = _ranks(dead) if dead else "a rank"
-    cause = next(iter(re.findall(r"\bdied \(([^()]*)\)", event.error)), "")
+    cause = "; ".join(map(ending_text, failure.endings))
     witnesses = f"{_ranks(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
-    hint = GLOO_ABORTS if group.backend == "gloo" and "SIGABRT" in cause else ""
+    aborted = any(ending.how == KILLED and ending.number == SIGABRT for ending in failure.endings)
+    hint = GLOO_ABORTS if group.backend == "gloo" and aborted else ""
     sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}{hint}."
     return Verdict("died", dead, sentence, "" if number is None else group.name, number)
 
@@ -310,27 +309,28 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
 def _gave_up(dump: RankDump) -> bool:
     """Return whether a rank ended after a time-out of its own, so that it was waiting for another one, or left."""
     events = (event for group in dump.groups for event in group.events)
-    return dump.has_left or any(
-        error.startswith("RankStalledError")
-        for error in (dump.error, dump.error_cause, *(event.error for event in events))
-    )
+    return dump.has_left or any(map(_is_stall, (dump.failure, dump.cause, *(event.failure for event in events))))
+
+
+def _is_stall(failure: Failure | None) -> bool:
+    return failure is not None and failure.kind == STALLED
 
 
 def _abort(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     """Return the verdict on a rank without a dump that ended a group with an error, which the others quote."""
+    # `_behind` names ranks that left without an exception.
     reports = [
-        (event.end_ns, dump.rank, group, event, int(found[1] or found[0]), found[2])
+        (event.end_ns, dump.rank, group, event, event.failure)
         for dump in dumps.ranks.values()
         for group in dump.groups
         for event in group.events
-        if event.error.startswith("GroupAbortedError")
-        for found in _ABORT.findall(event.error)[:1]
+        if event.failure is not None and event.failure.kind == ABORTED
+        if event.failure.ranks and event.failure.ranks[0] not in dumps.ranks
     ]
-    # `_behind` names ranks that left without an exception.
-    reports = [report for report in reports if report[4] not in dumps.ranks and not _departure(report[5])]
     if not reports:
         return None
-    _, witness, group, event, culprit, reason = min(reports, key=lambda report: report[:2])
+    _, witness, group, event, failure = min(reports, key=lambda report: report[:2])
+    culprit, reason = failure.ranks[0], reason_of(failure)
     number = None if event.is_message else event.number
     where = _call_text(event, group.name) + _at(dumps.ranks[witness], event)
     sentence = f"Rank {culprit} aborted: {_short(reason)}. Rank {witness} failed in {where}."
@@ -344,7 +344,8 @@ def _failed(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
         return None
     first = min(failed, key=lambda dump: dump.time_ns)
     sentence = f"{_capital(_ranks(dump.rank for dump in failed))} failed, rank {first.rank} first"
-    return Verdict("failed", first.error_ranks, f"{sentence}: {_short(first.error)}{_at(first)}.")
+    ranks = first.failure.ranks if first.failure else ()
+    return Verdict("failed", ranks, f"{sentence}: {_short(first.error)}{_at(first)}.")
 
 
 # ---- waits
@@ -392,30 +393,7 @@ def _call_text(event: Event, group: str) -> str:
     return event.text if event.is_message or event.awaited is not None else f"{event.text} of group {group!r}"
 
 
-_LEFT = {
-    " destroyed the group": "destroyed the group",
-    " ended without destroying the group": "ended its program without destroying the group",
-}
-"""How a rank has left the group, by the words of an error that say so."""
-_EXIT = re.compile(r" \((pid \d+ on [^()]* exited with code \d+)\)")
-"""How a program has ended, if it was known."""
-_STOPPED = " is stopped"
-"""Words of an error that names a rank whose process is stopped."""
-
-
 _HOW_TO_ASK = "; to see where, run 'python -m torchdist_ref.debug --request PID' on that host while the job hangs"
-
-
-def _departure(error: str) -> str:
-    """Return how a rank has left the group, by an error of another rank that says so; else an empty text."""
-    found = next((how for text, how in _LEFT.items() if text in error), "")
-    ending = _EXIT.search(error)
-    return f"{found} ({ending[1]})" if found and ending else found
-
-
-def _culprits(event: Event) -> tuple[int, ...]:
-    """Return the ranks for which a call failed; an error that quotes another rank's names them in its text only."""
-    return event.ranks or tuple(int(there or here) for here, there, _ in _ABORT.findall(event.error)[:1])
 
 
 def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
@@ -427,12 +405,10 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
         same = [last.rank]
     waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
     pronoun = "it" if len(absent) == 1 else "them"
-    left = {rank: how for w in waits.values() if (how := _departure(w.event.error)) for rank in _culprits(w.event)}
-    # Those that quote the rank which saw it name no rank.
+    failures = [wait.event.failure for wait in waits.values()]
     # Also one whose call goes on, while its program has given up the wait.
-    ends = [(w.event.error, w.event.ranks) for w in waits.values()]
-    ends += [(dump.error, dump.error_ranks) for rank in waits if (dump := dumps.ranks.get(rank))]
-    left.update((rank, _STOPPED.strip()) for error, ranks in ends if _STOPPED in error for rank in ranks)
+    failures += [dump.failure for rank in waits if (dump := dumps.ranks.get(rank))]
+    left = {rank: how for each in failures if each and (how := absence_of(each)) for rank in each.ranks}
     state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
     states = "; ".join(state_of(dumps, groups, rank, last.group, left.get(rank, "")) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
@@ -510,8 +486,7 @@ def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> dict[int, _Wait]:
 
 def _is_late(wait: _Wait, earlier: _Wait) -> bool:
     """Return whether a wait began when the time-out of another one for its rank had passed."""
-    gave_up = earlier.event.error.startswith("RankStalledError")
-    return gave_up and wait.event.start_ns >= earlier.event.end_ns > 0
+    return _is_stall(earlier.event.failure) and wait.event.start_ns >= earlier.event.end_ns > 0
 
 
 def _peers(event: Event, rank: int, members: Sequence[int]) -> frozenset[int]:
@@ -521,7 +496,7 @@ def _peers(event: Event, rank: int, members: Sequence[int]) -> frozenset[int]:
 
 def _is_waiting(event: Event) -> bool:
     # Where a death is the cause, `_death` has found it.
-    return event.state in ("scheduled", "started") or event.error.startswith(_CAUSED_BY_ANOTHER)
+    return event.state in ("scheduled", "started") or event.failure is not None
 
 
 def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
@@ -529,7 +504,7 @@ def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     for group in groups:
         for number in group.numbers:
             calls = group.at(number)
-            stalled = {r: e for r, e in calls.items() if e.error.startswith("RankStalledError")}
+            stalled = {r: e for r, e in calls.items() if _is_stall(e.failure)}
             if not stalled:
                 continue
             given_up = min(event.end_ns for event in stalled.values())

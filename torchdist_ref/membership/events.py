@@ -314,9 +314,8 @@ def decode(text: str | bytes) -> MemberEvent | None:
     return None
 
 
-def kind_of(error: BaseException) -> str:
-    """Return the kind of failure that an exception reports."""
-    return next((kind for base, kind in _KINDS.items() if isinstance(error, base)), ABORTED)
+def _kind_by(kind: type[BaseException]) -> str:
+    return next((known for base, known in _KINDS.items() if issubclass(kind, base)), ABORTED)
 
 
 def failure_of(error: BaseException) -> Failure | None:
@@ -325,14 +324,25 @@ def failure_of(error: BaseException) -> Failure | None:
     >>> failure_of(RankDiedError("rank 4 died").naming([4])), failure_of(ValueError("no data"))
     (Failure(kind='died', ranks=(4,), endings=(), error='', call='', text='', last='', after='', publisher=None, ...
     """
-    if not isinstance(error, RankDiedError | RankStalledError | GroupAbortedError):
+    return failure_by(type(error), getattr(error, "ranks", ()), getattr(error, "failure", None))
+
+
+def failure_by(kind: type[BaseException] | None, ranks: tuple[int, ...], known: object) -> Failure | None:
+    """Return the failure of another rank that an exception reports, by its class and attributes.
+
+    Args:
+        kind: Its class; None if there is no exception.
+        ranks: Its attribute ``ranks``.
+        known: Its attribute ``failure``.
+    """
+    if kind is None or not issubclass(kind, RankDiedError | RankStalledError | GroupAbortedError):
         return None
-    return error.failure if isinstance(error.failure, Failure) else Failure(kind_of(error), error.ranks)
+    return known if isinstance(known, Failure) else Failure(_kind_by(kind), ranks)
 
 
 def published(rank: int, error: BaseException) -> Published:
     """Return what a rank publishes of the error for which it leaves a meeting."""
-    kind = kind_of(error)
+    kind = _kind_by(type(error))
     # The messages of this library say all; of another exception the type matters as much.
     is_ours = isinstance(error, DistBackendError) or kind in OF_ALL_RANKS
     return Published(rank, kind, "" if is_ours else type(error).__name__, text_of(error), cause=failure_of(error))

@@ -54,6 +54,9 @@ SENTENCES = {
     "last call": "; it {last}.",
     "see its output": " See the output and the exit code of that rank.",
     "left after": " It left after: {after}",
+    "absent, has left": "destroyed the group",
+    "absent, program ended": "ended its program without destroying the group",
+    "absent, stopped": "is stopped",
     "meanwhile": " Meanwhile {deaths}.",
     "this rank left": "this rank destroyed the group meanwhile.",
     "start from a checkpoint": (
@@ -181,6 +184,15 @@ def error_of(
     if isinstance(error, GroupAbortedError) and failure.kind in (ABORTED, PROGRAM_ENDED):
         error.culprit, error.reason = names(failure.ranks, members), reason_of(failure)
     return error
+
+
+def absence_of(failure: Failure) -> str:
+    """Return why a rank for which others wait does not come, as the end of a sentence; empty if it may come."""
+    if failure.kind == LEFT:
+        return say("absent, has left")
+    if failure.kind == PROGRAM_ENDED:
+        return say("absent, program ended") + _endings(failure)
+    return say("absent, stopped") if any(ending.how == STOPPED for ending in failure.endings) else ""
 
 
 def deaths(failure: Failure | None, members: Sequence[int]) -> str:

@@ -41,11 +41,13 @@ from torchdist_ref.calls import (
 from torchdist_ref.errors import (
     ArgumentError,
     DistBackendError,
-    GroupAbortedError,
     MismatchError,
     UnsupportedError,
     explain,
 )
+from torchdist_ref.membership.blame import Wait, blame
+from torchdist_ref.membership.events import Aborted, decode, encode
+from torchdist_ref.membership.words import error_of
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.torch_internals.torch_modes import outside_modes
@@ -177,8 +179,9 @@ class Mpi(Backend):
 
     def _failure(self) -> BaseException | None:
         """Return the error of a member that has aborted the group, if any."""
-        text = self._store.get_if_present("aborted")
-        return None if text is None else GroupAbortedError(f"{self._location()}: {text.decode()}")
+        m, event = self._membership, decode(self._store.get_if_present("aborted") or b"")
+        found = None if event is None else blame([event], m.members, Wait.FAILED_CALL)
+        return None if found is None else error_of(found, self._location(), m.members)
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: Tensors) -> Started:
         """Start a call's MPI operation."""
@@ -286,7 +289,7 @@ class Mpi(Backend):
     def abort(self, reason: str) -> None:
         """See `Backend.abort`. Waiting members read the key from time to time."""
         m = self._membership
-        self._store.set("aborted", f"rank {m.rank} aborted the group: {reason}")
+        self._store.set("aborted", encode(Aborted(m.members[m.rank], text=reason)))
 
 
 def _row(outputs: Tensors) -> Tensor:
