@@ -25,6 +25,7 @@ from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError, StoreTimeoutError
 from torchdist_ref.membership import trust as authentication
 from torchdist_ref.membership.group_events import GroupEvents
+from torchdist_ref.membership.rounds import Attendee, Round
 from torchdist_ref.membership.trust import SECRET, SECRET_FILE, KeyAgreement, KeyServer, receive_key
 from torchdist_ref.processes.identity import process_identity
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -485,10 +486,11 @@ def test_a_process_that_announces_itself_in_the_store_does_not_become_a_rank(hos
 
 
 def greet_and_announce(store: TCPStore, host: bytes) -> None:
-    nonce, _, size, *_ = store.get("world/round").decode().split("|")
-    for prefix in ("", "sealed/", f"world/{nonce}/sealed/"):
+    opened = Round.parse(store.get("world/round"))
+    for prefix in ("", "sealed/", f"world/{opened.nonce}/sealed/"):
         store.set(f"{prefix}group/0/link/endpoint/1", host + b"|1|")
-    store.set(f"world/{nonce}/present/1", host + f"|1|{size}|ref|0123".encode())
+    announced = Attendee(host.decode(), 1, 0, opened.size, "ref", "0123")
+    store.set(f"world/{opened.nonce}/present/1", announced.encode())
 
 
 def only_rank_zero(_: int, port: int) -> None:
