@@ -104,7 +104,8 @@ class World:
         """Return an agent with other settings."""
         rules = Rules("job", 1, 3, join_seconds=JOIN_SECONDS)
         given = AgentSettings(rules, "10.0.0.1", 29400, 1, **settings)
-        self.agent = HostAgent(given, "host-2", self, self, self.wake, self.lines.append, self.clock)
+        connections: Any = self
+        self.agent = HostAgent(given, "host-2", self, connections, self.wake, self.lines.append, self.clock)
         return self.agent
 
     def close(self) -> None:

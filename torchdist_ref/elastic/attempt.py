@@ -95,7 +95,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """AttemptOutcome of one attempt on this host. No worker is left when it exists.
+    """Outcome of one attempt on this host. No worker is left when it exists.
 
     Attributes:
         code: Exit code of the attempt: 0 if all workers exited with 0, else that of the first that did not, or 128

@@ -3,7 +3,7 @@
 One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator gives them to
 a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
 keep-alive keys, in the memory of the server, and a decision arrives within a millisecond. The server sets a key when
-the connection of an agent ends; the coordinator looks for it when a keep-alive is late. It wakes only when one may be.
+the connection of an agent ends; the coordinator looks for it when a keep-alive is late, and wakes up for that only.
 
 Anybody who reaches the store can write to it (`agent_queues`). A report or decision that another program has deleted is
 repeated: each keep-alive says the agent's last report, and the decision for which it waits. When a thread of the
@@ -194,7 +194,7 @@ class AgentCoordinator:
             self._accept(event)
 
     def _accept(self, event: Message) -> None:
-        """Handle a report, which may come twice: its serial number tells."""
+        """Handle a report once: keep-alives repeat it, with the same serial number."""
         key, serial = event["key"], event["serial"]
         if serial > self._serials.get(key, 0):
             self._serials[key] = serial
@@ -270,7 +270,7 @@ class AgentCoordinator:
             return {}
 
     def _repair_plans(self, first: int) -> None:
-        """Write decisions again, from the one on for which an agent waits, if another program has changed them."""
+        """Write the decisions from number `first` on again where another program has changed or deleted them."""
         for number in range(max(first, self._plans - _MEBIBYTE_OF_KEYS), self._plans):
             key, text = f"plan/{number}", self._published[number]
             try:

@@ -3,9 +3,9 @@
 The coordinator of the job is one of the agents. When it ends or is cut off, the next host in rank order takes its
 place: all agents know the progress of the job, and the next attempt has a new store, so that no key needs a copy.
 
-An agent waits by a clock and talks through `Connections`, both arguments: tests pass a clock that jumps and connections
-that fail as they like. Do not add the rules of a job here: they belong to `roster`; stores and threads belong to
-`agent_connections`, workers to `torchdist_ref.launcher`.
+An agent waits by a clock and talks through `AgentConnections`, both arguments: tests pass a clock that jumps, and
+connections that fail as they like. Do not add the rules of a job here: they belong to `roster`. Stores and threads
+belong to `agent_connections`, workers to `torchdist_ref.launcher`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from torchdist_ref.elastic.agent_connections import LOOPBACK_CURE, AgentConnections
 from torchdist_ref.elastic.agent_settings import AgentSettings
 from torchdist_ref.elastic.attempt import Assignment, AttemptOutcome
-from torchdist_ref.elastic.roster import REPORT_SECONDS, HostInfo, Progress
-from torchdist_ref.elastic.session import WELCOME_SECONDS, CoordinatorLost, CoordinatorMoved, Message
+from torchdist_ref.elastic.roster import REPORT_SECONDS, Progress
+from torchdist_ref.elastic.session import WELCOME_SECONDS, AgentSession, CoordinatorLost, CoordinatorMoved, Message
 from torchdist_ref.errors import ArgumentError, AuthenticationError
 from torchdist_ref.membership.trust import SECRET_FILE
 from torchdist_ref.processes import failure_record
@@ -62,55 +62,6 @@ class Workers(Protocol):
         """Start the workers, and return when none is left."""
 
 
-class Session(Protocol):
-    """Session with a coordinator: see `elastic.session.AgentSession`."""
-
-    has_seat: bool
-
-    def report(self, kind: str, **content: Any) -> None:
-        """Push a report."""
-
-    def has_news(self) -> bool:
-        """Return whether `next` would return a decision or raise."""
-
-    def next(self) -> Message | None:
-        """Return the next decision, or None if there is none yet."""
-
-    def attempt_secret(self, attempt: int) -> str:
-        """Return the token of the workers of one attempt; empty without a job token."""
-
-
-class Connections(Protocol):
-    """Stores, coordinator and session of this host: see `elastic.agent_connections.AgentConnections`."""
-
-    @property
-    def is_on_loopback(self) -> bool:
-        """Whether only this host reaches the address of the rendezvous."""
-
-    def lead(self, key: str, is_new: bool) -> Session | None:
-        """Coordinate the job at its first address, and join it; None if another process has to."""
-
-    def join(self, host: str, port: int, key: str, seconds: float, welcome_seconds: float = WELCOME_SECONDS) -> Session:
-        """Join the coordinator at an address."""
-
-    def succeed(
-        self, key: str, progress: Progress, gone: frozenset[str], attempt: Callable[[], int]
-    ) -> tuple[HostInfo, Session]:
-        """Coordinate the job at an address of this host, and join it."""
-
-    def forward(self, host: str, port: int) -> None:
-        """Lead agents that come to the job's first address to its coordinator."""
-
-    def is_own(self, host: HostInfo) -> bool:
-        """Return whether a host of the last attempt is this one."""
-
-    def leave(self) -> None:
-        """End everything that belongs to the present coordinator."""
-
-    def close(self) -> None:
-        """End all threads and close the stores."""
-
-
 @dataclass(frozen=True)
 class JobEnd:
     """End of a job, as an agent learned it.
@@ -118,7 +69,7 @@ class JobEnd:
     Attributes:
         code: Exit code of the agent.
         text: Reason; empty for success.
-        outcome: AttemptOutcome of this host's last attempt; None if there was none.
+        outcome: Outcome of this host's last attempt; None if there was none.
         failure: First failure of the job, on any host: ``code``, ``text``, ``time`` and ``host``; if a worker failed,
             also ``rank``, ``local_rank``, ``pid``, ``status``, ``error_file`` and ``stack`` (its traceback).
         is_own: Whether that is the first failure of `outcome`.
@@ -186,7 +137,7 @@ class HostAgent:
         settings: AgentSettings,
         name: str,
         workers: Workers,
-        connections: Connections,
+        connections: AgentConnections,
         wake: int,
         log: Callable[[str], None],
         clock: Clock = CLOCK,
@@ -196,7 +147,7 @@ class HostAgent:
         self._poll = readable([wake, workers.interrupts.socket.fileno()])
         self.key, self.progress = os.urandom(8).hex(), Progress()
         self._outcome: AttemptOutcome | None = None
-        self._session: Session | None = None
+        self._session: AgentSession | None = None
         # Where the job has moved to, if not to the address that the user gave; and where the session's store is.
         self._moved_to: tuple[str, int] | None = None
         self._at = settings.host, settings.port
@@ -248,7 +199,7 @@ class HostAgent:
 
     # Rendezvous
 
-    def _enter(self, deadline: Deadline) -> Session:
+    def _enter(self, deadline: Deadline) -> AgentSession:
         """Serve the rendezvous if that is this host's part, and join it."""
         self._drain()
         if self._moved_to is None:
@@ -268,7 +219,7 @@ class HostAgent:
                 # A coordinator that was late takes this host for one that has come and left.
                 self._renew_key()
 
-    def _succeed(self, lost: CoordinatorLost, deadline: Deadline) -> Session:
+    def _succeed(self, lost: CoordinatorLost, deadline: Deadline) -> AgentSession:
         """Join the next coordinator, or become it; if neither is possible, any agent that can be reached again."""
         if self.progress.attempt > self._attempt_lost:
             self._attempt_lost = self.progress.attempt
@@ -285,8 +236,14 @@ class HostAgent:
                     return self._join(host.address, host.port, CONNECT_SECONDS, CONNECT_SECONDS)
         raise lost
 
-    def _join_successor(self, lost: CoordinatorLost) -> Session:
-        """Join the next host in rank order; this host becomes the coordinator if it is that one."""
+    def _join_successor(self, lost: CoordinatorLost) -> AgentSession:
+        """Join the next host in rank order; this host becomes the coordinator if it is that one.
+
+        All survivors know the hosts of the last attempt and go through them in the same order, so they meet at the same
+        host without a word between them. A host that refuses the connection has certainly ended; one that does not
+        answer may run on as a part of the job of its own. The new coordinator has to know the difference: see
+        `Roster.gone`.
+        """
         gone = {self.progress.leader} if lost.certain else set[str]()
         for candidate in self.progress.hosts:
             if candidate.key == self.progress.leader:
@@ -299,7 +256,7 @@ class HostAgent:
                 gone |= {candidate.key} if error.certain else set()
         raise lost
 
-    def _coordinate(self, gone: frozenset[str]) -> Session:
+    def _coordinate(self, gone: frozenset[str]) -> AgentSession:
         self._drain()
         own, session = self._connections.succeed(self.key, self.progress, gone, lambda: self.progress.attempt)
         self._at = own.address, own.port
@@ -309,7 +266,7 @@ class HostAgent:
     def _target(self) -> tuple[str, int]:
         return self._moved_to or (self._settings.host, self._settings.port)
 
-    def _join(self, host: str, port: int, seconds: float, welcome_seconds: float = WELCOME_SECONDS) -> Session:
+    def _join(self, host: str, port: int, seconds: float, welcome_seconds: float = WELCOME_SECONDS) -> AgentSession:
         self._drain()
         session = self._connections.join(host, port, self.key, seconds, welcome_seconds)
         self._at = host, port
@@ -321,7 +278,7 @@ class HostAgent:
 
     # Attempts
 
-    def _follow(self, session: Session) -> JobEnd:
+    def _follow(self, session: AgentSession) -> JobEnd:
         """Do what the coordinator decides until the job ends."""
         while True:
             message = self._next_message(session)
@@ -344,7 +301,7 @@ class HostAgent:
             else:
                 raise CoordinatorLost(message["text"], certain=kind == "handover")
 
-    def _run_attempt(self, session: Session, message: Message) -> None:
+    def _run_attempt(self, session: AgentSession, message: Message) -> None:
         self._drain()
         if session.has_news():
             return
@@ -366,7 +323,7 @@ class HostAgent:
         else:
             session.report("fail", attempt=attempt, failure=self._failure(outcome))
 
-    def _assignment(self, session: Session, message: Message) -> Assignment | None:
+    def _assignment(self, session: AgentSession, message: Message) -> Assignment | None:
         """Return the ranks of this host's workers; None for a spare host."""
         hosts = self.progress.hosts
         index = next((index for index, host in enumerate(hosts) if host.key == self.key), None)
@@ -409,7 +366,7 @@ class HostAgent:
 
     # Waiting
 
-    def _next_message(self, session: Session) -> Message:
+    def _next_message(self, session: AgentSession) -> Message:
         while (message := session.next()) is None:
             self._clock.wait(self._poll)
             self._raise_signal()

@@ -321,7 +321,7 @@ class AgentSession:
 def authenticate(store: TCPStore, secret: bytes, host: str, where: str, timeout: float) -> str:
     """Return the random number of the session with a coordinator that knows the job token.
 
-    The answer has a key of its own: one that arrives after the time-out is not taken for that to a later question.
+    The answer to each question has a key of its own, so that a late answer is not taken for that to a later question.
 
     Args:
         store: Store of the coordinator.

@@ -9,14 +9,12 @@ import faulthandler
 import json
 import logging
 import os
-import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 from torchdist_ref.errors import message_of
-from torchdist_ref.processes.failure_record import ERROR_FILE
+from torchdist_ref.processes.failure_record import ERROR_FILE, content_of, write_whole
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
@@ -63,9 +61,7 @@ class ErrorHandler:
         """Write an exception to the file that TORCHELASTIC_ERROR_FILE names; without the variable, do nothing."""
         path = os.environ.get(ERROR_FILE)
         if path:
-            stack = "".join(traceback.format_exception(e))
-            extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-            _write(path, {"message": {"message": message_of(e), "extraInfo": extra}})
+            _write(path, content_of(e))
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
@@ -111,9 +107,6 @@ def hand_on(handler: ErrorHandler, source: str, content: dict[str, Any], error_c
 
 def _write(path: str, content: dict[str, Any]) -> None:
     try:
-        # Readers see the whole record or none.
-        temporary = Path(f"{path}.{os.getpid()}")
-        temporary.write_text(json.dumps(content), "utf-8")
-        temporary.replace(path)
+        write_whole(Path(path), content)
     except OSError as error:
         warnings.warn(f"the failure record cannot be written: {error}", stacklevel=3)

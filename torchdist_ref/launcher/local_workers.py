@@ -174,7 +174,7 @@ class LocalWorkers:
         return self._outcome(supervisor, logs, assignment, kills)
 
     def _start_error(self, rank: int, error: OSError) -> str:
-        """Say in words that a worker cannot be started."""
+        """Return the message about a worker that cannot be started."""
         advice, target = advice_on_limit(error), self.settings.entrypoint
         if isinstance(error, BlockingIOError):
             return f"the launcher cannot start rank {rank}: {error.strerror}"

@@ -43,7 +43,7 @@ def temporary_folder(prefix: str, parent: str | None = None) -> str:
 
 @contextmanager
 def _naming_folder(what: str) -> Iterator[None]:
-    """Say in words that a folder cannot be created in the block."""
+    """Raise an error that names the folder, and what to do, if it cannot be created in the block."""
     try:
         yield
     except OSError as error:

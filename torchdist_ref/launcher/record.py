@@ -40,11 +40,11 @@ def record(fn: Callable[_P, _R], error_handler: handlers.ErrorHandler | None = N
     """
     handler = error_handler or handlers.get_error_handler()
     # Handlers of torch before 2.15 have fewer methods.
-    is_told = hasattr(handler, "set_entrypoint_fn_name")
+    is_recent = hasattr(handler, "set_entrypoint_fn_name")
 
     @functools.wraps(fn)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        if is_told:
+        if is_recent:
             handler.set_entrypoint_fn_name(getattr(fn, "__qualname__", None))
         handler.initialize()
         try:
@@ -66,7 +66,7 @@ def record(fn: Callable[_P, _R], error_handler: handlers.ErrorHandler | None = N
             else:
                 handler.record_exception(error)
             raise
-        if is_told:
+        if is_recent:
             handler.record_success()
         return result
 

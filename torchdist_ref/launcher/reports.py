@@ -71,7 +71,7 @@ class LaunchReport:
         The workers have ended, so a report that fails changes nothing about the job: it is only logged.
 
         Args:
-            outcome: AttemptOutcome of the last attempt.
+            outcome: Outcome of the last attempt.
             seconds: Duration of the launch.
             log: Function that receives a line about what a handler raises.
         """

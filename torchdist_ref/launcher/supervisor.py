@@ -39,10 +39,10 @@ class OutputInterrupted(Exception):
 
 
 class _WatchedSink:
-    """Sink that calls a function before each write, and writes no more than a pipe takes that takes anything.
+    """Sink that calls a function before each write, and writes at most PIPE_BUF bytes at once.
 
-    It writes whole lines as far as they fit, which a pipe takes at once: another process that writes to the same pipe
-    does not write into a line.
+    A pipe that is ready accepts so many bytes without blocking, and in one piece. So lines are written whole where they
+    fit, and another process that writes to the same pipe cannot write into the middle of one.
 
     Args:
         stream: Destination, which has a descriptor.
@@ -74,9 +74,9 @@ class _WatchedSink:
 
 
 class Interrupts:
-    """Signals to the launcher for the time of a job, attempts and the time between them alike.
+    """Signals to the launcher, from the start of a job to its end, between two attempts too.
 
-    Outside the main thread, which alone receives signals, none arrives.
+    Only the main thread of a process receives signals: in another thread, none arrives.
 
     Args:
         signals: Signals to catch.

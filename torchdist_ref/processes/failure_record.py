@@ -83,16 +83,21 @@ def write(error: BaseException) -> None:
     if _is_caused_by_another_rank(error):
         _note(is_consequence=True)
         return
+    with suppress(OSError):
+        write_whole(Path(name), content_of(error))
+
+
+def content_of(error: BaseException) -> dict[str, Any]:
+    """Return the content of the record of an exception, in the layout of torch's launchers."""
     stack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    with suppress(OSError):
-        _write_whole(Path(name), json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}))
+    return {"message": {"message": message_of(error), "extraInfo": extra}}
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file of which readers see all or nothing."""
+def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of which readers see all or nothing."""
     temporary = Path(f"{path}.{os.getpid()}")
-    temporary.write_text(text, "utf-8")
+    temporary.write_text(json.dumps(content), "utf-8")
     temporary.replace(path)
 
 
@@ -119,7 +124,7 @@ def _note(**facts: Any) -> None:
             # The folder may be the user's.
             path.unlink(missing_ok=True)
         else:
-            _write_whole(path, json.dumps(asdict(notes)))
+            write_whole(path, asdict(notes))
 
 
 def read_notes(path: Path) -> Notes:
@@ -151,14 +156,14 @@ def read(path: Path) -> FailureRecord | None:
         return None
 
 
-def on_uncaught(tell: Callable[[BaseException], None]) -> None:
+def on_uncaught(notify: Callable[[BaseException], None]) -> None:
     """Record each exception that ends this program, and pass it to a function, before Python prints it.
 
     Not in an interactive session, which continues after an exception, and not for Ctrl-C, which reaches all ranks. A
     forked child records nothing: its end is not that of the rank.
 
     Args:
-        tell: Function that tells the other ranks.
+        notify: Function that notifies the other ranks.
     """
     former, rank_process = sys.excepthook, os.getpid()
 
@@ -168,7 +173,7 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
                 with suppress(Exception):
                     write(error)
             with suppress(Exception):
-                tell(error)
+                notify(error)
         former(kind, error, frames)
 
     sys.excepthook = hook
