@@ -15,7 +15,7 @@ from tests.outcomes import NEVER, failing
 from torchdist_ref.backends import base, worker_threads
 from torchdist_ref.groups import world
 from torchdist_ref.testing import fill, run
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.testing.virtual_clock import VirtualClock
 from torchdist_ref.transports.segment import LEFT
 
 
@@ -153,15 +153,10 @@ def test_a_collective_that_nobody_joins_is_completed_by_a_destroy_of_all() -> No
 
 def test_the_calls_of_all_threads_and_groups_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each thread of each group had 5 seconds of its own."""
-    deadlines, over = list[float](), threading.Event()
-
-    class Counted(Deadline):
-        def __init__(self, seconds: float) -> None:
-            super().__init__(seconds)
-            deadlines.append(seconds)
-
+    clock, over = VirtualClock(), threading.Event()
     monkeypatch.setattr(base, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(base, "Deadline", Counted)
+    monkeypatch.setattr(base, "monotonic", clock.now)
+    monkeypatch.setattr(base, "sleep", clock.sleep)
 
     def program(rank: int) -> bool:
         groups = [dist.new_group() for _ in range(3)]
@@ -171,8 +166,9 @@ def test_the_calls_of_all_threads_and_groups_have_one_deadline(monkeypatch: pyte
         for group in groups:
             works += [dist.all_reduce(torch.ones(2), group=group, async_op=True)]
             works += [dist.isend(torch.ones(2), peer, group) for peer in (1, 2)]
+        began = clock.now()
         dist.destroy_process_group()
-        assert deadlines == [0.05]
+        assert 0.0 < clock.now() - began < 1.01 * base.CLOSE_SECONDS
         over.set()
         return all(work.is_completed() and "this rank destroyed" in str(work.exception()) for work in works)
 

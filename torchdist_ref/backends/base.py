@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, NoReturn, TypeGuard
 from weakref import ref
 
@@ -33,7 +33,7 @@ from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import sealed_below
-from torchdist_ref.timeouts import Deadline, found_soon
+from torchdist_ref.timeouts import found_soon
 from torchdist_ref.work import Work
 
 CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
@@ -271,10 +271,10 @@ def close_all(backends: Sequence[Backend]) -> None:
         for backend in backends:
             with suppress(Exception):
                 backend.abort(f"it destroyed the group because of {message_of(error)}")
-    deadline = Deadline(CLOSE_SECONDS)
+    end = monotonic() + CLOSE_SECONDS
     try:
         # All of them, each time: the members of each group shall learn at once that this rank leaves.
-        while not min([backend.leave() for backend in backends], default=True) and not deadline.passed():
+        while not min([backend.leave() for backend in backends], default=True) and monotonic() < end:
             sleep(_CLOSE_POLL_SECONDS)
     finally:
         for backend in backends:

@@ -34,6 +34,7 @@ from torchdist_ref.membership.sources import is_stopped
 from torchdist_ref.processes.control import catches_signal
 from torchdist_ref.processes.failure_record import (
     DIRECTORY_VARIABLE,
+    LAUNCH_ID,
     PREFIX_VARIABLES,
     announce_dump_signal,
     wants_dumps,
@@ -357,6 +358,8 @@ class SignalListener:
         self._number: int | None = None
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
+        # Whether our launcher has started this process, which wants to know the signal.
+        self._launched = False
 
     def start(self) -> None:
         """Listen until `stop`, if the signal is free and this is the main thread, the only one that may."""
@@ -380,7 +383,9 @@ class SignalListener:
             # An event loop of the program needs the bytes; `_on_signal` passes on requests then.
             signal.set_wakeup_fd(former)
         signal.signal(number, self._on_signal)
-        announce_dump_signal(number)
+        self._launched = LAUNCH_ID in os.environ
+        if self._launched:
+            announce_dump_signal(number)
 
     def _open(self, number: int) -> tuple[int, int]:
         """Return a pipe for the numbers of signals, and start the thread that reads it."""
@@ -401,7 +406,8 @@ class SignalListener:
         self._users = max(0, self._users - 1)
         if self._users or self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
-        announce_dump_signal(0)
+        if self._launched:
+            announce_dump_signal(0)
         if self._number is not None and signal.getsignal(self._number) == self._on_signal:
             signal.signal(self._number, signal.SIG_DFL)
         self._replace_wakeup(-1)
@@ -468,7 +474,9 @@ def _leave() -> None:
     """Dump the calls that no backend has compared, which may have made other ranks fail, and stop listening."""
     ranks = {group.global_rank for _, group in recorded_groups() if group.backend not in _COMPARED_ON}
     dumped = {rank for rank, (_, groups) in _dumped_failures.items() if groups == groups_made(rank)}
-    for rank in sorted(ranks - dumped) if wants_dumps(os.environ) else ():
+    for rank in sorted(ranks - dumped):
+        if not wants_dumps(os.environ):
+            break
         try:
             _write(rank, LEFT, None)
         except Exception as error:

@@ -147,7 +147,7 @@ def init_process_group(
         else:
             meeting = meet_on(store, rank, world_size)
         seat = meeting.seat
-        world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
+        world.use_store(meeting.store, meeting.leave, owned)
         members, options = tuple(range(seat.size)), (pg_options, device_id)
         rank_and_size = (0, 1) if alone else (seat.rank, seat.size)
         keys = KeyAgreement(meeting.store, *rank_and_size, world.on_close, nonce=seat.nonce)

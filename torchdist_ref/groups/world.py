@@ -265,7 +265,7 @@ class World:
         created: Number of groups that all ranks created; equal on all ranks, and part of a new group's key prefix.
         member_only: Number of groups that only their members created, by member list.
         leave_store: Function that releases all keys of this world, if its store may outlive it; or None.
-        owns_store: True if this library created the store, and so closes it.
+        created_store: The store below, if this library created it and so closes it; else None.
         on_close: Functions to call before the groups close.
         registration: Registration of the groups with torch, or None.
         store_calls: Calls of this rank that meet others in the store, for the flight recorder.
@@ -285,7 +285,7 @@ class World:
         self.groups: list[ProcessGroup] = []
         self.created = 0
         self.member_only: Counter[tuple[int, ...]] = Counter()
-        self.owns_store = False
+        self.created_store: Any = None
         self.leave_store: Callable[[], None] | None = None
         self.on_close: list[Callable[[], None]] = []
         self.registration: Any = None
@@ -298,7 +298,7 @@ class World:
             # The parent was about to initialize, on another thread.
             self.reset()
             return
-        self.inherited, self.owns_store, self.leave_store = True, False, None
+        self.inherited, self.created_store, self.leave_store = True, None, None
         self.on_close, self.store_calls = [], StoreCalls()
         for group in self.groups:
             group.keys = None
@@ -364,11 +364,15 @@ class World:
         self.groups.remove(group)
         return group.destroy_backend()
 
+    def use_store(self, store: Store, leave: Callable[[], None] | None, created: bool) -> None:
+        """Use a store from now on: see the attributes; `created` is whether this library created it."""
+        self.store, self.leave_store, self.created_store = store, leave, innermost(store) if created else None
+
     def replace_store(self, store: Store) -> None:
         """Use another store from now on, which this library has created, and close the old one if it was such."""
-        old, owned = innermost(self.store), self.owns_store
-        self.store, self.owns_store, self.leave_store = store, True, None
-        if owned:
+        old = self.created_store
+        self.use_store(store, None, True)
+        if old is not None:
             old.close()
 
     def run_on_close(self) -> None:
@@ -407,12 +411,11 @@ class World:
         self._leave(self.groups[::-1])
         if self.leave_store is not None:
             self.leave_store()
-        store, owned = self.store, self.owns_store
+        store = self.created_store
         self.reset()
-        store = innermost(store)
-        if owned and linger and isinstance(store, TCPStore):
+        if linger and isinstance(store, TCPStore):
             store.close(linger)
-        elif owned and (close := getattr(store, "close", None)) is not None:
+        elif (close := getattr(store, "close", None)) is not None:
             close()
 
 

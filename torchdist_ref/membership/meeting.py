@@ -392,9 +392,13 @@ class Meeting:
         if Round.parse(found).state == OPEN:
             self._worlds.compare_set(_ROUND, found, self._new_round().encode())
 
-    def leave(self) -> None:
-        """Delete this rank's presence, and release the keys of the world."""
-        if self._outlives_worlds and isinstance(self.store, PrefixStore):
+    @property
+    def leave(self) -> Callable[[], None] | None:
+        """Function that deletes this rank's presence and releases the keys of the world; None if the store ends too."""
+        return self._leave if self._outlives_worlds else None
+
+    def _leave(self) -> None:
+        if isinstance(self.store, PrefixStore):
             with suppress(RuntimeError, OSError):
                 self.store.delete_key(f"present/{self.seat.rank}")
             KeyRange(self._whole, self.store.prefix, self.seat.size).release()

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from torchdist_ref.membership.events import ENDED, EXITED, KILLED, REPLACED, Ending
-from torchdist_ref.processes.witness import is_gone, release_pidfd, share_pidfd
+from torchdist_ref.processes.witness import is_gone
 
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """System errors for a number that is no process's: that of a thread, or of none."""
@@ -25,6 +25,65 @@ _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _WITNESS_SECONDS = 0.04
 """Interval of looks at the witnesses of all ranks, each of which is a system call."""
+
+
+# ---- pidfds
+#
+# All groups of this process share one for each peer, so that a group uses no descriptor of its own.
+
+# Reentrant: a finalizer may release a descriptor while its thread shares another one.
+_sharing = threading.RLock()
+_descriptors: dict[int, int] = {}
+_users: dict[int, int] = {}
+
+
+def share_pidfd(pid: int) -> int:
+    """Return a pidfd of a process, the same for all users of this process; release it by `release_pidfd`.
+
+    Raises:
+        OSError: There is no such process, or this process has no free descriptor.
+
+    >>> both = share_pidfd(os.getpid()), share_pidfd(os.getpid())
+    >>> both[0] == both[1], [release_pidfd(each) for each in both]
+    (True, [None, None])
+    """
+    with _sharing:
+        shared = _descriptors.get(pid)
+        # Once a process has ended, its number may be another's.
+        if shared is None or _has_ended(shared):
+            shared = _descriptors[pid] = os.pidfd_open(pid)
+            _users[shared] = 0
+        _users[shared] += 1
+        return shared
+
+
+def release_pidfd(descriptor: int) -> None:
+    """Release a pidfd of `share_pidfd`; the last user's release closes it."""
+    with _sharing:
+        _users[descriptor] -= 1
+        if not _users[descriptor]:
+            del _users[descriptor]
+            for pid in [pid for pid, shared in _descriptors.items() if shared == descriptor]:
+                del _descriptors[pid]
+            os.close(descriptor)
+
+
+def _has_ended(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
+    global _sharing
+    _sharing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+# ---- processes of ranks
 
 
 class Liveness(Protocol):

@@ -210,17 +210,21 @@ class KeyAgreement:
         if network:
             self.own = {_entry(rank): b" ".join(own)}
         self.awaited = [_entry(each) for each in range(self._size if not known else min(rank, 1))]
-        self._complete = partial(self._complete_user, server, None if known else network)
+        self._complete = partial(self._complete_user, server, None if known else network, on_close)
 
     def _complete_user(
         self,
         server: KeyServer | None,
         network: bytes | None,
+        on_close: list[Callable[[], None]],
         store: Store,
         timeout: float,
         entries: Sequence[bytes] | None,
     ) -> SealedStore:
-        """Serve the key or receive it; `network` is None if all ranks are known to be on this host."""
+        """Serve the key or receive it; `network` is None if all ranks are known to be on this host.
+
+        A rank whose part is over has nothing to close any more.
+        """
         deadline, have_met = Deadline(timeout), entries is not None
         while True:
             found = self._read(store, deadline.remaining(), _Entry.USER, entries)
@@ -228,10 +232,13 @@ class KeyAgreement:
             if elsewhere or not _has_credentials():
                 return _open_session(store, self._rank)
             if server is not None:
-                server.serve(_SERVE_SECONDS if have_met else 0.0)
+                if server.serve(_SERVE_SECONDS if have_met else 0.0):
+                    on_close.remove(server.close)
                 return SealedStore(store, server.key)
             try:
-                return SealedStore(store, self._receive(found[0][-1].decode(), store, deadline))
+                key = self._receive(found[0][-1].decode(), store, deadline)
+                on_close.remove(self.close)
+                return SealedStore(store, key)
             except (ConnectionRefusedError, ConnectionResetError, BlockingIOError) as error:
                 # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it. Or
                 # another user fills the queue.
@@ -438,15 +445,16 @@ class KeyServer:
         self.thread: threading.Thread | None = None
         close_copies_in_child(self)
 
-    def serve(self, seconds: float = 0.0) -> None:
-        """Serve on this thread for a time, and then on another one."""
+    def serve(self, seconds: float = 0.0) -> bool:
+        """Serve on this thread for a time, and then on another one; return whether all have the key already."""
         self._serve_within(Deadline(seconds))
         if self._complete:
             self._socket.close()
-            return
+            return True
         self._socket.settimeout(None)
         self.thread = threading.Thread(target=self._serve, name="torchdist_ref key server", daemon=True)
         self.thread.start()
+        return False
 
     @property
     def _complete(self) -> bool:

@@ -11,6 +11,7 @@ from functools import cache
 
 from torchdist_ref.processes.witness import own_witness
 
+HOST_VARIABLE = "TORCHDIST_REF_HOST_ID"
 _NO_PROC = "no-proc"
 
 
@@ -37,7 +38,7 @@ def host_identity() -> str:
     memory with no other: its text is its own (see `has_no_proc`). ``TORCHDIST_REF_HOST_ID`` overrides the text, which
     lets one machine play several hosts.
     """
-    override = os.environ.get("TORCHDIST_REF_HOST_ID")
+    override = os.environ.get(HOST_VARIABLE)
     if override is not None:
         return override
     try:

@@ -1,7 +1,4 @@
-"""Descriptors by which ranks know each other's processes: a pidfd of each, and a witness of its program.
-
-A pidfd becomes readable when its process ends. All groups of this process share one for each peer, so that a group
-uses no descriptor of its own.
+"""Witness of the program that a process runs.
 
 A process that calls `exec` keeps its number, and lives: its pidfd does not report it, though the rank that it was is
 gone. So each process opens an anonymous file that an `exec` closes, and publishes the file's descriptor and inode. The
@@ -12,8 +9,6 @@ program's *witness*. Do not add ends of processes here (`membership.sources`).
 from __future__ import annotations
 
 import os
-import select
-import threading
 from functools import cache
 
 _BITS = 32
@@ -73,55 +68,3 @@ def _is_ending(pid: int) -> bool:
 
 def _low(number: int) -> int:
     return number & (1 << _BITS) - 1
-
-
-# Reentrant: a finalizer may release a descriptor while its thread shares another one.
-_sharing = threading.RLock()
-_descriptors: dict[int, int] = {}
-_users: dict[int, int] = {}
-
-
-def share_pidfd(pid: int) -> int:
-    """Return a pidfd of a process, the same for all users of this process; release it by `release_pidfd`.
-
-    Raises:
-        OSError: There is no such process, or this process has no free descriptor.
-
-    >>> both = share_pidfd(os.getpid()), share_pidfd(os.getpid())
-    >>> both[0] == both[1], [release_pidfd(each) for each in both]
-    (True, [None, None])
-    """
-    with _sharing:
-        shared = _descriptors.get(pid)
-        # Once a process has ended, its number may be another's.
-        if shared is None or _has_ended(shared):
-            shared = _descriptors[pid] = os.pidfd_open(pid)
-            _users[shared] = 0
-        _users[shared] += 1
-        return shared
-
-
-def release_pidfd(descriptor: int) -> None:
-    """Release a pidfd of `share_pidfd`; the last user's release closes it."""
-    with _sharing:
-        _users[descriptor] -= 1
-        if not _users[descriptor]:
-            del _users[descriptor]
-            for pid in [pid for pid, shared in _descriptors.items() if shared == descriptor]:
-                del _descriptors[pid]
-            os.close(descriptor)
-
-
-def _has_ended(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may have held it."""
-    global _sharing
-    _sharing = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)

@@ -514,5 +514,5 @@ class Link:
     def close(self) -> None:
         """Leave the group. The memory is freed with the last tensor that uses it."""
         self.announce_close()
-        self.broken = GroupAbortedError(f"group {self.name!r} was destroyed on {self.rank_names([self.rank])}")
+        self.broken = RuntimeError(f"group {self.name!r} was destroyed on rank {self.members[self.rank]}")
         self.liveness.close()

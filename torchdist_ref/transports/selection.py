@@ -15,12 +15,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from torchdist_ref.errors import RankStalledError, StoreTimeoutError, UnsupportedError, rank_names
 from torchdist_ref.membership.watch import MemberWatch
-from torchdist_ref.processes.identity import has_no_proc, host_identity
+from torchdist_ref.processes.identity import HOST_VARIABLE, has_no_proc, host_identity
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import tcp
 from torchdist_ref.transports.link import Link
@@ -203,7 +203,8 @@ def _exchange_endpoints(
     operation: str = "init_process_group",
 ) -> list[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks."""
-    own = {f"endpoint/{rank}": b"|".join([host_identity().encode(), b"%d" % os.getpid(), segment])}
+    endpoint = _own_endpoint(os.getpid(), os.environ.get(HOST_VARIABLE))
+    own = {f"endpoint/{rank}": b"|".join([endpoint, segment])}
     keys = [f"endpoint/{r}" for r in range(len(members))]
     try:
         values = store.wait_get(keys, store.timeout if timeout is None else timedelta(seconds=timeout), own)
@@ -214,6 +215,15 @@ def _exchange_endpoints(
             f"join in time. Every member has to create the group."
         ).naming(members[r] for r in absent) from error
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
+
+
+@lru_cache(maxsize=1)
+def _own_endpoint(pid: int, host: str | None) -> bytes:
+    """Return host and process of this rank; `host` is the value of ``TORCHDIST_REF_HOST_ID``.
+
+    The namespaces of a process take four system calls to find out, and do not change.
+    """
+    return b"%b|%d" % (host_identity().encode(), pid)
 
 
 # ---- ranks of one host

@@ -402,7 +402,8 @@ class Ref(Backend):
 
     def leave(self) -> bool:
         """See `Backend.leave`. Receives end at once, if no message for them has come."""
-        if self.link.broken is not None or (self._has_calls and interrupted_since(self._made)):
+        busy = not all(thread.idle for thread in self._threads())
+        if self.link.broken is not None or (busy and interrupted_since(self._made)):
             self.link.leave()
         if self._messages is not None:
             self._messages.end_receives()
@@ -410,11 +411,6 @@ class Ref(Backend):
             self.link.announce_leave()
         # In the order in which one puts jobs into the next.
         return all(thread.idle for thread in self._threads()) and (self._callbacks is None or self._callbacks.idle)
-
-    @property
-    def _has_calls(self) -> bool:
-        """Whether this rank has called the group."""
-        return self._executor is not None or self._messages is not None
 
     def _threads(self) -> list[WorkerThread]:
         """Return the threads of calls, those of callbacks excepted."""
