@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from tests.elastic.agents import is_running
 from tests.launcher import jobs
 from torchdist_ref import multiprocessing as spawning
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.launcher import contexts, entrypoint, orphans, supervision
+from torchdist_ref.launcher import contexts, entrypoint, orphans, supervision, supervisor
 from torchdist_ref.launcher.api import LaunchConfig, elastic_launch
 from torchdist_ref.launcher.child_failures import ChildFailedError
 
@@ -103,6 +102,13 @@ def test_the_first_failure_is_reported_though_others_fail_because_of_it(
     assert not any(map(is_running, context.pids().values()))
 
 
+def test_no_record_is_looked_for_while_all_processes_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand processes, the end of each would cost a thousand looks."""
+    looked: list[Path] = []
+    monkeypatch.setattr(supervisor, "read", looked.append)
+    assert not start("true", (), (), ()).wait(30).is_failed() and looked == []
+
+
 def test_a_failure_has_its_record() -> None:
     before = int(time.time())
     result = start(jobs.fail_on, (0, 1), (1, 1)).wait(30)
@@ -161,19 +167,26 @@ def test_close_ends_processes_that_are_just_being_started(monkeypatch: pytest.Mo
         go_on.wait(30)
         return guard(mark, folder)
 
+    asked, ask = threading.Event(), os.eventfd_write
+
+    def noticed(descriptor: int, value: int) -> None:
+        ask(descriptor, value)
+        asked.set()
+
     monkeypatch.setattr(contexts.orphans, "Guard", slow)
+    monkeypatch.setattr(contexts.os, "eventfd_write", noticed)
     context = contexts.SubprocessContext("job", "sleep", {0: ("1000",)}, {0: {}}, ours.DefaultLogsSpecs())
     starter, closer = threading.Thread(target=context.supervise), threading.Thread(target=context.close)
     starter.start()
     assert entered.wait(30)
     closer.start()
-    asked, _, _ = select.select([context._stop], [], [], 10)
+    was_asked = asked.wait(10)
     go_on.set()
     starter.join()
-    if not asked:
+    if not was_asked:
         os.kill(context.pids()[0], signal.SIGKILL)
     closer.join()
-    assert asked and context.wait().failures[0].exitcode == -signal.SIGTERM
+    assert was_asked and context.wait().failures[0].exitcode == -signal.SIGTERM
 
 
 def test_a_process_may_end_without_a_result(tmp_path: Path) -> None:
@@ -244,7 +257,7 @@ def test_all_files_of_spawn_are_in_the_folder_that_its_guard_removes(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     event = multiprocessing.get_context("fork").Event()
     context = spawning.start_processes(jobs.wait_for_event, (event,), nprocs=2, join=False, start_method="fork")
-    assert context is not None and list(tmp_path.iterdir()) == [context._context._folder]
+    assert context is not None and len(list(tmp_path.iterdir())) == 1
     event.set()
     assert context.join() and list(tmp_path.iterdir()) == []
 
@@ -274,8 +287,10 @@ def test_a_context_that_can_start_no_process_raises(monkeypatch: pytest.MonkeyPa
 
 def test_threads_that_close_at_once_close_each_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a thread that had waited and one that closed did both: the number could be another thread's file by then."""
+    made, make = list[int](), os.eventfd
+    monkeypatch.setattr(contexts.os, "eventfd", lambda *flags: made.append(make(*flags)) or made[-1])
     context = start(sys.executable, ("-c", "input()"))
-    descriptor, close, also = context._stop, os.close, list[int]()
+    [descriptor], close, also = made, os.close, list[int]()
 
     def close_also(number: int) -> None:
         if number == descriptor and not also:

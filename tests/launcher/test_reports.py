@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tests.launcher import jobs
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.launcher import api as ours
-from torchdist_ref.launcher import timers
 from torchdist_ref.launcher.local_workers import LocalWorkers, WorkerSettings
 from torchdist_ref.launcher.timers import TimerServer
 
@@ -141,10 +139,11 @@ def test_a_timer_ends_a_worker_of_our_launcher(
     assert "restarting all ranks (1 of 1)" in lines
 
 
-def test_nonsense_and_released_timers_end_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_and_released_timers_end_nobody(tmp_path: Path) -> None:
     lines: queue.Queue[str] = queue.Queue()
-    path = str(tmp_path / "timers")
-    server = TimerServer(path, lines.put)
+    path, ahead = str(tmp_path / "timers"), 0.0
+    # The server's clock: this process may take any time to release its timer.
+    server = TimerServer(path, lines.put, lambda: time.time() + ahead)
     with open(path, "w", buffering=1) as file:
         file.write("nonsense\n[1, 2]\n")
         for pid, signum in ((-5, 9), (10**30, 9), (1, 10**30)):
@@ -159,8 +158,7 @@ def test_nonsense_and_released_timers_end_nobody(tmp_path: Path, monkeypatch: py
     with open(path, "w") as file:
         file.write("all are read\n")
     assert "b'all are read'" in lines.get(timeout=10)
-    # The server's clock: this process may take any time to release its timer.
-    monkeypatch.setattr(timers, "time", SimpleNamespace(time=lambda: time.time() + 2000))
+    ahead = 2000.0
     # SIGCONT does no harm to this process.
     client.acquire("late", time.time() + 2000.1)
     assert "'late'" in lines.get(timeout=10)

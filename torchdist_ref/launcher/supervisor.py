@@ -266,8 +266,11 @@ class Supervisor:
             elif not isinstance(data, Worker):
                 data()
         self._on_ends([data for _, data in events if isinstance(data, Worker)])
-        self.decisions.tick(time.monotonic())
-        self._act()
+        now = time.monotonic()
+        if self.decisions.deadline is not None and now >= self.decisions.deadline:
+            self._read_failures()
+            self.decisions.tick(now)
+            self._act()
 
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
         data = os.read(pipe, 1 << 16)
@@ -336,17 +339,21 @@ class Supervisor:
         self._act()
 
     def _on_ends(self, ended: Sequence[Worker]) -> None:
-        """Learn how workers have ended, and what they and the others have written about their failures."""
-        states = dict(zip(self.workers, self.decisions.workers, strict=True))
+        states = dict(zip(self.workers, self.decisions.workers, strict=True)) if ended else {}
         for worker in ended:
             states[worker].status = worker.process.wait()
             self._selector.unregister(worker.process.descriptor)
-        if ended and self.decisions.code is None:
-            for worker, state in states.items():
-                if path := worker.plan.error_file:
-                    state.record, state.is_consequence = read(Path(path)), read_notes(Path(path)).is_consequence
+        # While all is well, no record is looked for: of a thousand workers, each end would cost a thousand looks.
+        if any(states[worker].status for worker in ended) or (ended and self.decisions.deadline is not None):
+            self._read_failures()
         self.decisions.ended(time.monotonic(), [states[worker] for worker in ended])
         self._act()
+
+    def _read_failures(self) -> None:
+        """Read what all workers have written about their failures, unless the first one is known already."""
+        for worker, state in zip(self.workers, self.decisions.workers, strict=True):
+            if self.decisions.code is None and (path := worker.plan.error_file):
+                state.record, state.is_consequence = read(Path(path)), read_notes(Path(path)).is_consequence
 
     # Actions
 

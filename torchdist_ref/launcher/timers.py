@@ -37,6 +37,7 @@ class TimerServer:
     Args:
         path: FIFO to create; what lies there is replaced.
         log: Function that receives a line about each timer that has expired.
+        now: Function that returns the present time in seconds since 1970. Default: the system's clock.
 
     Raises:
         ArgumentError: The FIFO cannot be created.
@@ -45,8 +46,8 @@ class TimerServer:
         path: FIFO.
     """
 
-    def __init__(self, path: str, log: Callable[[str], None]) -> None:
-        self.path, self._log = path, log
+    def __init__(self, path: str, log: Callable[[str], None], now: Callable[[], float] = time.time) -> None:
+        self.path, self._log, self._now = path, log, now
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
@@ -81,7 +82,7 @@ class TimerServer:
             poll.register(descriptor, select.POLLIN)
         while True:
             first = min((expires for expires, *_ in self._timers.values()), default=float("inf"))
-            wait = min(max(0.0, first - time.time()), _MAX_WAIT_SECONDS)
+            wait = min(max(0.0, first - self._now()), _MAX_WAIT_SECONDS)
             ready = poll.poll(wait * 1000 + 1)
             if any(descriptor == self._closing for descriptor, _ in ready):
                 return
@@ -113,7 +114,7 @@ class TimerServer:
             os.close(timer[2])
 
     def _end_late_workers(self) -> None:
-        now = time.time()
+        now = self._now()
         late = {key: timer for key, timer in self._timers.items() if timer[0] <= now}
         for (pid, scope), (_, signum, process) in late.items():
             if signum > 0:
