@@ -36,7 +36,7 @@ from torchdist_ref.elastic.session import (
 from torchdist_ref.errors import ArgumentError, AuthenticationError, StoreTimeoutError
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import SealedStore
-from torchdist_ref.stores.tcp.store import ArrivedValues
+from torchdist_ref.stores.served_values import ArrivedValues
 from torchdist_ref.timeouts import CLOCK
 
 SECRET = b"0123456789abcdef"

@@ -8,7 +8,7 @@ import pytest
 
 import torchdist_ref as dist
 from torchdist_ref.stores import TCPStore
-from torchdist_ref.stores.tcp.store import ArrivedValues
+from torchdist_ref.stores.served_values import ArrivedValues
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ from torchdist_ref.elastic.session import (
 from torchdist_ref.errors import AuthenticationError, DistError
 from torchdist_ref.stores import PrefixStore, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES
+from torchdist_ref.stores.served_values import ArrivedValues, ServedValues
 from torchdist_ref.stores.tcp.server import TCPServer
-from torchdist_ref.stores.tcp.store import ArrivedValues, ServedValues
 
 REDIRECTION_SECONDS = 1.0
 _FAREWELL_SECONDS = 5.0

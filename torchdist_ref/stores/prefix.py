@@ -188,7 +188,7 @@ class PrefixStore(Store):
         return f"PrefixStore({self._prefix!r}, {self._store!r})"
 
     def _key(self, operation: str, key: Text, argument: str = "key") -> str:
-        return f"{self._prefix}/{key_text(operation, key, argument)}"
+        return f"{self._prefix}/{key if isinstance(key, str) else key_text(operation, key, argument)}"
 
     def _pairs(self, operation: str, argument: str, pairs: Mapping[str, Text] | None) -> dict[str, Text]:
         return {self._key(operation, key): value for key, value in key_values(operation, argument, pairs).items()}

@@ -171,7 +171,8 @@ class SealedStore(PrefixStore):
         return self._code(key_text(operation, key), data) + data
 
     def _open(self, operation: str, key: Text, sealed: bytes) -> bytes:
-        name, code, data = key_text(operation, key), sealed[:_CODE_BYTES], bytes(sealed[_CODE_BYTES:])
+        name = key if isinstance(key, str) else key_text(operation, key)
+        code, data = sealed[:_CODE_BYTES], bytes(sealed[_CODE_BYTES:])
         if not same_code(bytes(code), self._code(name, data)):
             raise AuthenticationError(
                 f"the value of key {name!r} was not written by a member of this job, on {self.underlying_store!r}. "

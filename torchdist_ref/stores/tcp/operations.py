@@ -27,11 +27,11 @@ from torchdist_ref.stores.hash import Table
 
 MAX_KEY_BYTES = 8192
 MAX_VALUE_BYTES = 8 * 2**20
+# Conditions under which a request waits at once. When they hold, the others are looked at.
 MAX_FILED = 256
-"""Conditions under which a request waits at once. When they hold, the others are looked at."""
 
+# Key, and the number that its counter must reach; 0 if the key only has to exist.
 Condition = tuple[bytes, int]
-"""Key, and the number that its counter must reach; 0 if the key only has to exist."""
 
 Fields = tuple[Any, ...]
 
@@ -214,11 +214,11 @@ class Op:
     RELEASE = Operation("RELEASE", 0x87, "ki", "b", _release)
 
 
+# Rows of `Op` by opcode.
 OPERATIONS: dict[int, Operation] = {row.code: row for row in vars(Op).values() if isinstance(row, Operation)}
-"""Rows of `Op` by opcode."""
 
+# Upper 16 bits of the nonce in a PING of our clients. torch's clients send their process id, which is smaller.
 NONCE_MARK = 0x7D1F0000
-"""Upper 16 bits of the nonce in a PING of our clients. torch's clients send their process id, which is smaller."""
 
 
 def recognized(nonce: int) -> int | None:
