@@ -147,7 +147,7 @@ def all_right(mode: Mode) -> Callable[[int], None]:
         for case in CASES:
             right(case, around)
         # What a mode has left in plans and buffers must serve without it, and the reverse.
-        for case in CASES:
+        for case in CASES[:: 1 if mode is nullcontext else 3]:
             right(case, lambda call: call())
 
     return program

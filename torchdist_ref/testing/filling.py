@@ -35,14 +35,13 @@ def _indices(rank: int, count: int) -> torch.Tensor:
 
 def _indices_between(rank: int, start: int, end: int) -> torch.Tensor:
     block, of_block = divmod(rank, _RANKS)
-    mixed = torch.arange(start + 1, end + 1, dtype=torch.int64, device="cpu").mul_(_STEP)
-    mixed.add_((block * _BLOCK) % 2**63)
+    mixed = torch.arange(start + 1, end + 1, dtype=torch.int64, device="cpu").mul_(_STEP) + (block * _BLOCK) % 2**63
     mixed.bitwise_xor_(mixed >> 31).mul_(_MIX)
     # All further steps need the lowest bits only.
     low = mixed.bitwise_xor_(mixed >> 29).to(torch.int16)
     # With an odd stride, the ranks of a block have different numbers at every position.
-    stride = (low >> 8).bitwise_and_(_RANKS - 1).mul_(2).add_(1)
-    return low.add_(stride.mul_(of_block)).bitwise_and_(_VALUES - 1).to(torch.int32)
+    stride = (low >> 8).bitwise_and_(_RANKS - 1).mul_(2) + 1
+    return (low + stride.mul_(of_block)).bitwise_and_(_VALUES - 1).to(torch.int32)
 
 
 def _values(dtype: torch.dtype) -> torch.Tensor:
