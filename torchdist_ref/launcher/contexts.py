@@ -104,7 +104,7 @@ class PContext(ABC):
                 text = f"{what}, local rank mapping mismatch, expected: {set(range(len(args)))}, actual: {set(given)}"
                 raise BackendArgumentError(f"start_processes: {text}")
         self.name, self.entrypoint, self.args, self.envs = name, entrypoint, args, envs
-        self.nprocs, self._grace, self._stop_signal = len(args), float(SHUTDOWN_SECONDS), signal.SIGTERM
+        self.nprocs, self._decisions = len(args), Supervision(float(SHUTDOWN_SECONDS))
         self._mark, self._folder = uuid.uuid4().hex, Path(temporary_folder("torchdist_ref"))
         self._logs = (logs_specs or DefaultLogsSpecs(str(self._folder / "logs"))).reify(envs)
         self.stdouts, self.stderrs, self.error_files = self._logs.stdouts, self._logs.stderrs, self._logs.error_files
@@ -176,8 +176,7 @@ class PContext(ABC):
 
     def set_shutdown_timeout(self, seconds: float) -> None:
         """Set the time from asking the others to stop, after a failure, to killing them. It is 30 s otherwise."""
-        self._grace = seconds
-        self._tell_supervisor()
+        self._decisions.grace = seconds
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = SHUTDOWN_SECONDS) -> None:
         """End the processes and all that they started, remove temporary files and restore signal handlers.
@@ -190,8 +189,7 @@ class PContext(ABC):
             # Several threads may close this, and one that has waited does so at the same time.
             with self._closing:
                 if not self._ended.is_set():
-                    self._stop_signal, self._grace = death_sig or signal.SIGTERM, timeout
-                    self._tell_supervisor()
+                    self._decisions.stop_signal, self._decisions.grace = death_sig or signal.SIGTERM, timeout
                     os.eventfd_write(self._stop, 1)
             self._thread.join()
         with self._closing:
@@ -203,12 +201,6 @@ class PContext(ABC):
             former, self._former = self._former, {}
             for signum, handler in former.items():
                 signal.signal(signum, handler)
-
-    def _tell_supervisor(self) -> None:
-        """Pass signal and time to the supervisor, if there is one already."""
-        if self._supervisor is not None:
-            decisions = self._supervisor.decisions
-            decisions.stop_signal, decisions.grace = self._stop_signal, self._grace
 
     @abstractmethod
     def _plan(self, rank: int, **common: Any) -> WorkerPlan:
@@ -230,14 +222,12 @@ class PContext(ABC):
             ends.callback(interrupts.close)
             supervisor = self._supervisor = Supervisor(
                 [self._described(rank) for rank in range(self.nprocs)],
-                Supervision(self._grace),
+                self._decisions,
                 log=logger.warning,
                 interrupts=interrupts,
                 stop=self._stop,
                 on_start=self._started.set,
             )
-            # They may have changed since.
-            self._tell_supervisor()
             supervisor.run()
             orphans.end_all(lambda: [pid for pid in orphans.marked(self._mark) if pid != guard.pid])
             self._result = self._result_of(supervisor)
