@@ -338,7 +338,9 @@ def test_a_signal_loses_no_output_that_has_been_read(tmp_path: Path) -> None:
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
-@pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "")])
+@pytest.mark.parametrize(
+    ("signum", "words"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, ""), (signal.SIGHUP, "")]
+)
 def test_signals_are_forwarded_to_every_rank(tmp_path: Path, signum: signal.Signals, words: str) -> None:
     with running(tmp_path, "") as (launcher, ranks):
         launcher.send_signal(signum)
@@ -529,8 +531,9 @@ def test_a_full_disk_ends_the_output_and_not_the_job(tmp_path: Path) -> None:
     assert (tmp_path / "rank 0").exists() and (tmp_path / "rank 1").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("errors", [subprocess.DEVNULL, subprocess.STDOUT])
+@pytest.mark.parametrize(
+    ("signum", "errors"), [(signal.SIGTERM, subprocess.DEVNULL), (signal.SIGINT, subprocess.STDOUT)]
+)
 def test_a_signal_is_handled_while_nobody_reads_the_output(signum: signal.Signals, errors: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PRINT)

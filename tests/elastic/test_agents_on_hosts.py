@@ -99,7 +99,6 @@ def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Ag
 @pytest.mark.parametrize(
     "name",
     [
-        "agent_killed_and_joins",
         "host_cut_off_and_back",
         "store_host_leaves_and_joins",
         "store_host_cut_off_and_back",

@@ -45,8 +45,6 @@ ENDS: dict[str, tuple[str, Callable[[subprocess.Popen[str]], None] | None]] = {
     "crash": ("os.kill(os.getpid(), 11)", None),
     "SIGINT": (WAIT, lambda launcher: launcher.send_signal(signal.SIGINT)),
     "SIGTERM": (WAIT, lambda launcher: launcher.send_signal(signal.SIGTERM)),
-    "SIGQUIT": (WAIT, lambda launcher: launcher.send_signal(signal.SIGQUIT)),
-    "SIGHUP": (WAIT, lambda launcher: launcher.send_signal(signal.SIGHUP)),
     "SIGKILL": (WAIT, lambda launcher: launcher.kill()),
 }
 SCRIPT = """
