@@ -31,8 +31,9 @@ ENTRIES = (
     ("key-did-not-appear", r"^StoreTimeoutError: "),
     ("queue-is-empty", r"^QueueEmptyError: "),
     ("rank-is-no-integer", r"^RankTypeError: "),
+    ("ranks-wait-for-each-other", r"^DeadlockError: "),
     ("not-a-dump", r"^DumpError: "),
-    ("ranks-did-not-finish", r"^(RankTimeoutError: |CellError: ranks? [\d, ]+ did not answer)"),
+    ("ranks-did-not-finish", r"^(RankTimeoutError: |BlockedOutsideError: |CellError: ranks? [\d, ]+ did not answer)"),
     ("process-failed", r"^(Process\w*Exception|ChildFailedError|SignalException): "),
     # Agreement between ranks.
     ("ddp-models-differ", r"^MismatchError: DistributedDataParallel: "),

@@ -127,6 +127,8 @@ PARTS = (
     ),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),
     Part("elastic", "launcher", ("errors", "timeouts", "stores", "membership", "rendezvous", "processes"), torch=LATE),
+    Part("ranks", "tools", (ALL,)),
+    Part("simulation", "tools", (ALL,)),
     Part("testing", "tools", (ALL,)),
     Part("benchmark", "tools", (ALL,)),
     Part("notebook", "tools", (ALL,)),

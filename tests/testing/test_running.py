@@ -26,8 +26,8 @@ import torch
 import torchdist_ref.groups as dist
 from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, GroupAbortedError, MismatchError, RankDiedError
+from torchdist_ref.ranks.outcomes import Outcome, RankProgram, RunLimits
 from torchdist_ref.testing import RankError, RankTimeoutError, RemoteError, fill, run
-from torchdist_ref.testing.outcomes import Outcome, RankProgram, RunLimits
 from torchdist_ref.testing.process_ranks import ProcessRanks
 from torchdist_ref.testing.running import ThreadRanks, supervise
 from torchdist_ref.timeouts import Clock

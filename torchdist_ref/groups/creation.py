@@ -48,7 +48,7 @@ from torchdist_ref.groups.world import (
     refuse_unusable,
     resolve,
 )
-from torchdist_ref.membership.meeting import meet, meet_on
+from torchdist_ref.membership.initialization import meet, meet_on
 from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.membership.words import backend_mismatch, both_sides

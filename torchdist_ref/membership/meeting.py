@@ -10,12 +10,11 @@ Each step is one request: the announcement goes with the wait for the list of th
 know of each other next (`published` and `awaited`) goes with both.
 
 `ref` inside torch meets here as well, for its world and for groups beside worlds of other backends. Do not add the
-creation of groups (`groups.creation`) or rendezvous methods (`rendezvous`) here.
+creation of groups (`groups.creation`) or the ways to a store (`membership.initialization`) here.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -24,22 +23,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from math import inf
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchdist_ref.errors import (
-    ArgumentTypeError,
-    BackendArgumentError,
-    DistError,
-    DistNetworkError,
     RankStalledError,
     RendezvousError,
     StoreTimeoutError,
-    UsageError,
-    explain,
-    in_context,
     rank_names,
-    text_of,
 )
 from torchdist_ref.membership.events import ENDED, Ending, Failure
 from torchdist_ref.membership.presence import Presence
@@ -55,18 +47,14 @@ from torchdist_ref.membership.sources import PeerProcesses
 from torchdist_ref.membership.watch import MemberWatch, read_failure
 from torchdist_ref.membership.words import error_of, size_mismatch
 from torchdist_ref.processes.identity import host_identity
-from torchdist_ref.rendezvous import rendezvous
-from torchdist_ref.stores import HashStore, PrefixStore, Store
+from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
-from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.stores.tcp.store import advice_on_loopback
-from torchdist_ref.timeouts import CHECK_SECONDS, STORE_TIMEOUT, Deadline, LongWait
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, LongWait
 
 log = logging.getLogger("torchdist_ref.groups")
-_RECONNECT_SECONDS = 0.001
 _FIRST_PAUSE_SECONDS = 0.0002
-_HOLDER_TIMEOUT = timedelta(seconds=1)
-_OPERATION = "init_process_group"
+OPERATION = "init_process_group"
 _WORLDS = "world"
 _ROUND, _MET, _LAST_MET = "round", "met", "last"
 _own_nonces: deque[tuple[str, int]] = deque(maxlen=1024)
@@ -117,7 +105,7 @@ class Meeting:
         outlives_worlds: bool = True,
         has_agent: bool = False,
         began: float | None = None,
-        operation: str = _OPERATION,
+        operation: str = OPERATION,
         members: Sequence[int] | None = None,
         nonce: str = "",
     ) -> None:
@@ -232,7 +220,7 @@ class Meeting:
         return RankStalledError(
             f"{self._operation} on rank {self._members[self.seat.rank]}: {rank_names(absent, self._members)} of "
             f"{self.seat.size} did not join in time. Every rank has to call it."
-            f"{advice_on_loopback(innermost(self._whole))}"
+            f"{advice_on_loopback(self._whole)}"
         )
 
     # Rank 0
@@ -309,7 +297,13 @@ class Meeting:
             if self.seat.is_replaced_by(Round.parse(self._worlds.get(_ROUND))):
                 return _RoundReplaced()
         failure = watch.failure()
-        return failure if self.seat.believes(failure is not None, monotonic()) else None
+        while not self.seat.believes(failure is not None, monotonic()):
+            if self.seat.believes_at == inf:
+                return None
+            # What is in doubt is decided by the time alone, not by a key that this rank could wait for.
+            sleep(max(0.0, min(CHECK_SECONDS, (self.seat.believes_at or 0.0) - monotonic())))
+            failure = watch.failure()
+        return failure
 
     # Failures
 
@@ -414,91 +408,3 @@ def _is_of_living_process(opened: Round) -> bool:
 
 def _left(rank: int) -> str:
     return f"left/{rank}"
-
-
-def meet(init_method: str | None, rank: int, world_size: int, seconds: float, alone: bool = False) -> Meeting:
-    """Find the other ranks by a URL, as `init_process_group` does; `env://` by default.
-
-    A rank that is `alone`, as those of backend `fake` are, has a store of its own if its rank and world size are given.
-    """
-    if alone and rank != -1 and world_size != -1:
-        return meet_on(HashStore(), rank, world_size)
-    if init_method is not None and not isinstance(init_method, str):
-        raise ArgumentTypeError(explain(_OPERATION, "init_method", "a URL, as text", init_method))
-    url, timeout = init_method or "env://", min(timedelta(seconds=seconds), STORE_TIMEOUT)
-    if not url.startswith(("env://", "tcp://")):
-        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=timeout)))
-        return meet_on(store, rank, world_size)
-    try:
-        # The wait for the other ranks comes later, under watch.
-        found = next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))
-    except DistNetworkError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
-            _claim_at_holder(url, rank, world_size)
-        raise
-    outlives_worlds = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if found[1] == 0 or outlives_worlds:
-        return Meeting(*found, outlives_worlds, has_agent=outlives_worlds)
-    return _meet_at_rank_0(url, found, timeout, seconds)
-
-
-def _meet_at_rank_0(url: str, found: tuple[Store, int, int], timeout: timedelta, seconds: float) -> Meeting:
-    """Meet on the store that rank 0 serves for this world: the first initialization on it."""
-    began, deadline = monotonic(), Deadline(seconds)
-    store, rank, world_size = found
-    while True:
-        meeting = Meeting(store, rank, world_size, False, began=began)
-        try:
-            if meeting.finds_new_round(deadline):
-                return meeting
-            # This is the server that rank 0 ran for the last world, which has not ended yet.
-        except DistNetworkError as error:
-            if meeting.store_is_new:
-                # The server of the last world has its round, so this one was that of this world's rank 0.
-                _close_store(store)
-                raise in_context(f"{_OPERATION} on rank {rank}: {text_of(error)}", error) from error
-            # It ended just now.
-            if deadline.passed():
-                raise
-        except BaseException:
-            _close_store(store)
-            raise
-        _close_store(store)
-        sleep(_RECONNECT_SECONDS)
-        store, _, _ = next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))
-
-
-def _claim_at_holder(url: str, rank: int, world_size: int) -> None:
-    """Claim rank 0 on the store that holds the port, where another process may wait for its ranks as rank 0."""
-    options: dict[str, Any] = {"timeout": _HOLDER_TIMEOUT, "wait_for_workers": False, "serve": False}
-    with suppress(DistError):
-        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, **options)))
-        Meeting(store, rank, world_size, outlives_worlds=False).claim()
-        _close_store(store)
-
-
-def _close_store(store: Store) -> None:
-    close = getattr(store, "close", None)
-    if close is not None:
-        close()
-
-
-def meet_on(store: Store, rank: int, world_size: int) -> Meeting:
-    """Meet the other ranks on a store.
-
-    Raises:
-        ArgumentTypeError: The rank or the world size is no integer.
-        BackendArgumentError: The rank is too large.
-        UsageError: The rank is negative, or the world has no rank.
-    """
-    for argument, value in (("rank", rank), ("world_size", world_size)):
-        if not hasattr(value, "__index__"):
-            hint = "Convert text from the environment with int()."
-            raise ArgumentTypeError(explain(_OPERATION, argument, "an int", value, hint=hint))
-    if world_size < 1:
-        raise UsageError(explain(_OPERATION, "world_size", "at least 1 when a store is given", world_size))
-    if not 0 <= rank < world_size:
-        # torch asserts that it is not negative, and its backends that it is not too large.
-        kind = UsageError if rank < 0 else BackendArgumentError
-        raise kind(explain(_OPERATION, "rank", f"from 0 to {world_size - 1}", rank))
-    return Meeting(store, rank, world_size)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import errno
 import os
+from contextvars import ContextVar
 from functools import cache
 
 from torchdist_ref.processes.witness import own_witness
 
 HOST_VARIABLE = "TORCHDIST_REF_HOST_ID"
 _NO_PROC = "no-proc"
+simulated_host: ContextVar[str] = ContextVar("host of a simulated rank", default="")
+"""Host of the calling rank where ranks are simulated; empty elsewhere."""
 
 
 def process_identity() -> str:
@@ -38,7 +41,7 @@ def host_identity() -> str:
     memory with no other: its text is its own (see `has_no_proc`). ``TORCHDIST_REF_HOST_ID`` overrides the text, which
     lets one machine play several hosts.
     """
-    override = os.environ.get(HOST_VARIABLE)
+    override = simulated_host.get() or os.environ.get(HOST_VARIABLE)
     if override is not None:
         return override
     try:

@@ -5,10 +5,10 @@
 contract, clause by clause. Modules here may import the rest of the package; nothing in it imports them.
 """
 
+from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, RemoteError
 from torchdist_ref.testing.backend_contract import check_backend
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.hook_contract import check_hook
-from torchdist_ref.testing.outcomes import Outcome, RankError, RankTimeoutError, RemoteError
 from torchdist_ref.testing.running import run
 from torchdist_ref.testing.store_contract import check_store
 from torchdist_ref.testing.transport_contract import check_transport

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import pytest
 
-from torchdist_ref.testing.outcomes import RankError
+from torchdist_ref.ranks.outcomes import RankError
 from torchdist_ref.testing.running import run
 
 _MARK = (
-    "spmd(world_size, *, backend='ref', ranks='threads', timeout=30.0, init=True): "
+    "spmd(world_size, *, backend='ref', ranks='threads', timeout=30.0, init=True, seeds=1): "
     "run the test on several ranks; the arguments are those of torchdist_ref.testing.run"
 )
 

@@ -31,9 +31,9 @@ import torch
 from torchdist_ref import groups
 from torchdist_ref.errors import add_note, message_of
 from torchdist_ref.processes import control as processes
+from torchdist_ref.ranks import outcomes
+from torchdist_ref.ranks.outcomes import Outcome, RankProgram, RemoteError, RunLimits
 from torchdist_ref.stores import FileStore, Store
-from torchdist_ref.testing import outcomes
-from torchdist_ref.testing.outcomes import Outcome, RankProgram, RemoteError, RunLimits
 
 
 class ProcessRanks:

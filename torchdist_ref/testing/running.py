@@ -21,13 +21,14 @@ import torch
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import world
+from torchdist_ref.ranks.outcomes import Outcome, RankProgram, RunLimits, user_frames, values_or_error
 from torchdist_ref.stores import HashStore
-from torchdist_ref.testing.outcomes import Outcome, RankProgram, RunLimits, user_frames, values_or_error
 from torchdist_ref.testing.process_ranks import ProcessRanks
 
 T = TypeVar("T")
 LIMITS = RunLimits()
 """Limits of the runs of `run`."""
+_SIMULATED = "simulated"
 
 
 def run(
@@ -38,6 +39,7 @@ def run(
     ranks: str = "threads",
     timeout: float = 30.0,
     init: bool = True,
+    seeds: int = 1,
 ) -> list[T]:
     """Call ``fn(rank, *args)`` on every rank of a new group and return the results.
 
@@ -51,9 +53,10 @@ def run(
         backend: Backend of the default group, as for `torchdist_ref.init_process_group`.
         ranks: ``"threads"`` of this process, or ``"processes"`` forked from it, with torch already loaded and one
             compute thread each. The output of process ranks appears when all have ended, in rank order, each line with
-            its rank.
+            its rank. ``"simulated"`` are those of `torchdist_ref.simulation.run`, on virtual time.
         timeout: Time in seconds after which ranks that are still running are stopped and named. Collectives fail at
-            four fifths of it, because their own error explains more.
+            four fifths of it, because their own error explains more. Virtual time for simulated ranks.
+        seeds: Number of interleavings in which simulated ranks run; the results are those of the last one. Default: 1.
         init: Whether to initialize the default group. Without it the ranks have no group and no store.
 
     Returns:
@@ -75,6 +78,8 @@ def run(
         [[6.0, -3.0, 12.0], [6.0, -3.0, 12.0]]
     """
     _check(fn, world_size, ranks, timeout)
+    if ranks == _SIMULATED:
+        return _simulated(fn, world_size, args, backend, timeout, init, seeds)
     return supervise(_RUNNERS[ranks](RankProgram(fn, args, world_size, backend, timeout, init), LIMITS))
 
 
@@ -93,12 +98,28 @@ def _check(fn: object, world_size: int, ranks: str, timeout: float) -> None:
         raise ArgumentTypeError(explain("testing.run", "fn", "callable", fn))
     if not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError(explain("testing.run", "world_size", "a number of ranks, at least 1", world_size))
-    if ranks not in _RUNNERS:
-        raise ArgumentError(explain("testing.run", "ranks", "'threads' or 'processes'", ranks))
+    if ranks not in _RUNNERS and ranks != _SIMULATED:
+        raise ArgumentError(explain("testing.run", "ranks", "'threads', 'processes' or 'simulated'", ranks))
     if not isinstance(timeout, int | float):
         raise ArgumentTypeError(explain("testing.run", "timeout", "a number of seconds", timeout))
     if not timeout > 0:
         raise ArgumentError(explain("testing.run", "timeout", "a positive number of seconds", timeout))
+
+
+def _simulated(
+    fn: Callable[..., T],
+    world_size: int,
+    args: tuple[object, ...],
+    backend: str | None,
+    timeout: float,
+    init: bool,
+    seeds: int,
+) -> list[T]:
+    """Call a function on simulated ranks, in as many interleavings as `seeds` says, and return the last results."""
+    from torchdist_ref.simulation import run as simulate
+
+    options: dict[str, Any] = {"backend": backend, "timeout": timeout, "init": init}
+    return [simulate(fn, world_size, *args, seed=seed, **options) for seed in range(max(1, seeds))][-1].values
 
 
 def _gather(runner: ThreadRanks | ProcessRanks) -> dict[int, Outcome]:

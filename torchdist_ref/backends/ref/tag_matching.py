@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -160,7 +161,7 @@ class Receiver:
     """
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.link = link
         self.mailboxes = ByRank(lambda peer: Mailbox(link, peer, link.rank))
         self._doorbell = link.segment.semaphore(link.layout, "doorbell", link.rank, link.rank)
         self._posted: list[PostedReceive] = []
@@ -174,7 +175,7 @@ class Receiver:
         """Add a message from this rank to itself."""
         copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.view(-1))
         record, data = record_of(tensor), copy.view(torch.uint8)
-        self._arrived(UnexpectedMessage(self._link.rank, tag, record.fingerprint, record.text.decode(), data))
+        self._arrived(UnexpectedMessage(self.link.rank, tag, record.fingerprint, record.text.decode(), data))
 
     def post(self, receive: PostedReceive) -> None:
         """Give a receive an unexpected message, or post it."""
@@ -245,14 +246,14 @@ class Receiver:
             MismatchError: As `finish` does.
         """
         source = call.src
-        if source is None or source == self._link.rank:
+        if source is None or source == self.link.rank:
             return False
         mailbox = self.mailboxes[source]
         if not self.taking.acquire(False):
             return False
         try:
             while not (self._posted or self._unexpected):
-                if not (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
+                if not (mailbox.message.acquire(False) or self.link.spin(mailbox.message)):
                     return False
                 try:
                     tag, fingerprint, _ = mailbox.peek()
@@ -307,18 +308,24 @@ class Receiver:
     def _take_until(self, receive: PostedReceive) -> None:
         self._scan()
         while not receive.ended:
-            rung = self._link.spin(self._doorbell) or self._doorbell.acquire(True, CHECK_SECONDS)
+            rung = self.link.spin(self._doorbell) or self._doorbell.acquire(True, self._seconds_to_wait())
             # A peer that fails rings without a message, and so does this rank when it destroys the group.
             if not (rung and self._scan()):
                 self.fail_receives()
+
+    def _seconds_to_wait(self) -> float:
+        """Return the time until the first posted receive has to give up, or until the next look for failed peers."""
+        with self.lock:
+            first = min((posted.deadline for posted in self._posted), default=inf)
+        return max(0.0, min(CHECK_SECONDS, first - monotonic()))
 
     def _scan(self) -> bool:
         """Take a message from each peer that a posted receive names; return whether there was one."""
         with self.lock:
             wanted = {p.call.src for p in self._posted}
         found = False
-        for peer in self._link.peers if None in wanted else wanted:
-            if peer is not None and peer != self._link.rank:
+        for peer in self.link.peers if None in wanted else wanted:
+            if peer is not None and peer != self.link.rank:
                 found |= self.accept_next(self.mailboxes[peer])
         return found
 
@@ -336,7 +343,7 @@ class Receiver:
     def _abort_if_interrupted(self, failure: BaseException, box: Mailbox) -> None:
         """End the group if a signal's handler has raised while a message was taken: its sender waits for this rank."""
         if not isinstance(failure, Exception):
-            self._link.abort(failure, f"a receive from {self._link.rank_names([box.source])}")
+            self.link.abort(failure, f"a receive from {self.link.rank_names([box.source])}")
 
     def _accept(self, box: Mailbox) -> None:
         """Receive the message at the head into the first receive that it matches, or as an unexpected message."""
@@ -366,7 +373,7 @@ class Receiver:
         self._arrived(UnexpectedMessage(peer, tag, fingerprint, text, data))
 
     def _mismatch(self, call: Recv, record: Announcement, source: int, tag: int, text: str) -> MismatchError:
-        link = self._link
+        link = self.link
         return MismatchError(
             f"{link.context(str(call))}: expects {record.text.decode()}, but {link.rank_names([source])} sent "
             f"{text} with tag {tag}. Nothing was written."
@@ -386,7 +393,7 @@ class Receiver:
                     receive.end(-1, error)
 
     def _failure_of(self, receive: PostedReceive) -> BaseException | None:
-        link, operation = self._link, str(receive.call)
+        link, operation = self.link, str(receive.call)
         sources: Sequence[int] = link.peers if receive.call.src is None else (receive.call.src,)
         # One that has left in good order is a sender less, unless it was the last one; any other failure counts.
         concerned = [source for source in sources if not link.rows[source].has_left] or sources
@@ -419,7 +426,7 @@ class Receiver:
         """Return the unexpected messages of some ranks as text, for an error."""
         with self.lock:
             found = sorted({(m.source, m.tag) for m in self._unexpected if m.source in sources})
-        return ", ".join(f"{self._link.rank_names([source])} sent one with tag {tag}" for source, tag in found)
+        return ", ".join(f"{self.link.rank_names([source])} sent one with tag {tag}" for source, tag in found)
 
 
 class Messages:

@@ -44,6 +44,7 @@ from torchdist_ref.stores.base import (
     timeout_seconds,
     value_bytes,
 )
+from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout
 from torchdist_ref.stores.tcp.operations import MAX_KEY_BYTES, MAX_VALUE_BYTES, Op, Operation
 from torchdist_ref.stores.tcp.server import TCPServer
@@ -379,6 +380,7 @@ def advice_on_loopback(store: Any) -> str:
 
     It is empty if other hosts reach it, or if this process does not serve it.
     """
+    store = innermost(store)
     server = store.server if isinstance(store, TCPStore) else None
     at = [str(address[0]) for address in server.addresses] if server is not None else []
     if not at or not all(map(is_loopback, at)):

@@ -1,0 +1,137 @@
+"""Faults of a plan: what the survivors of a rank's death see, at each of its operations, and stops and cuts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref import simulation
+from torchdist_ref.simulation import Cut, Kill, Network, Slow, Stop
+from torchdist_ref.testing import fill
+
+CULPRIT = 1
+ENDED = (dist.RankDiedError, dist.GroupAbortedError)
+
+
+def reduce(rank: int) -> None:
+    dist.all_reduce(fill(rank, (5,)))
+
+
+def broadcast(rank: int) -> None:
+    dist.broadcast(fill(rank, (5,)), 0)
+
+
+def make_group(rank: int) -> None:
+    dist.barrier(dist.new_group())
+
+
+def split(rank: int) -> None:
+    dist.barrier(dist.split_group(split_ranks=[[*range(dist.get_world_size())]]))
+
+
+def meet(rank: int) -> None:
+    dist.monitored_barrier()
+
+
+def message(rank: int) -> None:
+    size = dist.get_world_size()
+    sent = dist.isend(fill(rank, (5,)), (rank + 1) % size)
+    dist.recv(torch.zeros(5), (rank - 1) % size)
+    sent.wait()
+
+
+def outcome(rank: int, call: Callable[[int], None]) -> str:
+    """Return how a call ended on a rank, whose group the initialization may not have made."""
+    try:
+        store = simulation.simulated_store()
+        dist.init_process_group("ref", store=store, rank=rank, world_size=3)
+        call(rank)
+        # A rank may die when it has done its part. Then the next call finds out.
+        dist.barrier()
+    except (*ENDED, dist.RankStalledError) as error:
+        return str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 2)])
+@pytest.mark.parametrize("call", [reduce, broadcast, make_group, split, meet, message])
+def test_a_death_at_any_operation_is_named(call: Callable[[int], None], hosts: tuple[int, ...]) -> None:
+    """Survivors see it within milliseconds; but before a rank has announced itself, nobody knows of it."""
+    ends = {"joined": 0, "unknown": 0, "needless": 0}
+    for operation in range(1, 1000):
+        plan = [Kill(rank=CULPRIT, operation=operation)]
+        result = simulation.run(outcome, 3, call, init=False, faults=plan, network=Network(hosts=hosts))
+        if not result.faults:
+            break
+        texts = [result.values[rank] for rank in (0, 2)]
+        if all("did not join in time" in text for text in texts):
+            ends["unknown"] += 1
+            assert all(f"rank {CULPRIT}" in text for text in texts) and not ends["joined"], (operation, texts)
+            continue
+        # Nobody waits for a time-out of half an hour. One that has returned did not need the culprit any more.
+        assert result.seconds < 1.0, (operation, result.times, texts)
+        assert all(not text or f"rank {CULPRIT}" in text for text in texts), (operation, texts)
+        ends["joined" if any(texts) else "needless"] += 1
+    assert ends["unknown"] < ends["joined"] > 10, ends
+
+
+def test_a_stopped_rank_continues() -> None:
+    def program(rank: int) -> tuple[float, float]:
+        dist.all_reduce(tensor := fill(rank, (3,)))
+        return float(tensor[0]), time.monotonic()
+
+    result = simulation.run(program, 3, faults=[Stop(rank=2, operation=3, seconds=40.0)])
+    expected = float(sum(fill(rank, (3,))[0] for rank in range(3)))
+    assert result.values == [(expected, 40.0)] * 3
+    assert [each.kind for each in result.timeline if each.rank == 2 and each.kind != "sent"] == [
+        "stopped",
+        "continues",
+        "returned",
+    ]
+
+
+def test_a_network_that_heals_delivers_what_was_sent() -> None:
+    def program(rank: int) -> float:
+        dist.barrier()
+        time.sleep(1.0)
+        dist.all_reduce(fill(rank, (3,)))
+        return time.monotonic()
+
+    network = Network(hosts=(0, 1, 1))
+    result = simulation.run(program, 3, network=network, faults=[Cut(some=(0,), at=0.5, seconds=20.0)])
+    assert all(20.5 <= now < 21.0 for now in result.values)
+
+
+def test_a_cut_that_does_not_heal_is_a_stalled_rank() -> None:
+    def program(rank: int) -> str:
+        dist.barrier()
+        time.sleep(1.0)
+        with pytest.raises(ENDED + (dist.RankStalledError,)) as raised:
+            dist.all_reduce(fill(rank, (3,)))
+        return str(raised.value)
+
+    result = simulation.run(program, 2, network=Network(hosts=(0, 1)), faults=[Cut(some=(0,), at=0.5)])
+    assert all("did not arrive within 1800 s" in text for text in result.values)
+
+
+def test_a_slow_rank_computes_longer() -> None:
+    def program(rank: int) -> float:
+        dist.barrier()
+        began = time.monotonic()
+        sum(number * number for number in range(200_000))
+        dist.barrier()
+        return time.monotonic() - began
+
+    def seconds(*faults: simulation.Fault) -> float:
+        values: list[Any] = simulation.run(program, 2, compute="measured", faults=faults).values
+        return max(values)
+
+    assert seconds(Slow(rank=1, at=0.0, factor=50.0)) > 5 * seconds()

@@ -1,0 +1,331 @@
+"""Simulated ranks: the library's values, virtual time, one history for a seed, and deadlocks without a wait."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref import simulation
+from torchdist_ref.simulation import BlockedOutsideError, DeadlockError, Network, RankError, RankTimeoutError
+from torchdist_ref.testing import fill
+from torchdist_ref.testing import run as run_for_real
+
+SEEDS = range(4)
+HOSTS = Network(alpha=2e-5, hosts=(0, 0, 1, 1, 2))
+
+
+def sums(size: int, count: int) -> torch.Tensor:
+    return sum((fill(rank, (count,)) for rank in range(size)), torch.zeros(count))
+
+
+def every_collective(rank: int) -> list[Any]:
+    size = dist.get_world_size()
+    summed, sent = fill(rank, (7,)), fill(0, (5,)) if rank == 0 else torch.zeros(5)
+    dist.all_reduce(summed)
+    dist.broadcast(sent, 0)
+    gathered = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(gathered, fill(rank, (3,)))
+    part = torch.zeros(2)
+    dist.reduce_scatter_tensor(part, fill(rank, (2 * size,)))
+    exchanged = torch.zeros(size)
+    dist.all_to_all_single(exchanged, fill(rank, (size,)))
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    work = dist.all_reduce(late := fill(rank, (4,)), async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait()
+    tensors = [summed, sent, *gathered, part, exchanged, late, doubled]
+    return [*(tensor.tolist() for tensor in tensors), objects]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_values_are_those_of_real_ranks(size: int) -> None:
+    real = run_for_real(every_collective, size)
+    for seed in SEEDS:
+        assert simulation.run(every_collective, size, seed=seed).values == real
+
+
+def groups_and_messages(rank: int) -> list[Any]:
+    size, found = dist.get_world_size(), []
+    evens = dist.new_group(list(range(0, size, 2)))
+    own = dist.split_group(split_ranks=[list(range(size // 2)), list(range(size // 2, size))])
+    dist.monitored_barrier()
+    if rank % 2 == 0:
+        dist.all_reduce(tensor := fill(rank, (3,)), group=evens)
+        found.append(tensor.tolist())
+    received = torch.zeros(6)
+    requests = [dist.isend(fill(rank, (6,)), (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+    for request in requests:
+        request.wait()
+    return [*found, received.tolist(), dist.get_process_group_ranks(own)]
+
+
+def test_groups_and_messages_are_those_of_real_ranks() -> None:
+    real = run_for_real(groups_and_messages, 5)
+    for network in (None, HOSTS):
+        for seed in SEEDS:
+            assert simulation.run(groups_and_messages, 5, seed=seed, network=network).values == real
+
+
+def train(rank: int) -> list[Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+    with torch.no_grad():
+        # Ranks that are threads share torch's generator.
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(fill(number, tuple(parameter.shape)) / 40)
+    parallel = dist.DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel(fill(rank + 3 * step, (4, 6))).square().mean().backward()
+        optimizer.step()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def test_ddp_trains_as_on_real_ranks() -> None:
+    real = run_for_real(train, 3)
+    assert [simulation.run(train, 3, seed=seed).values for seed in SEEDS] == [real] * len(SEEDS)
+
+
+# ---- one history
+
+
+def history(seed: int, network: Network | None = HOSTS) -> str:
+    return simulation.run(groups_and_messages, 5, seed=seed, network=network).digest
+
+
+def test_one_seed_is_one_history_and_others_are_others() -> None:
+    digests = [history(seed) for seed in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert digests[::2] == digests[1::2] and len(set(digests)) == 4
+
+
+def test_a_history_depends_on_neither_the_process_nor_the_order_of_sets() -> None:
+    program = "from tests.simulation.test_running import history\nprint(history(0), history(5))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert found == {f"{history(0)} {history(5)}\n"}
+
+
+def test_decisions_repeat_a_run() -> None:
+    first = simulation.run(groups_and_messages, 5, seed=7, network=HOSTS)
+    again = simulation.run(groups_and_messages, 5, decisions=first.decisions, network=HOSTS)
+    assert first.decisions and again.digest == first.digest and again.times == first.times
+
+
+def racing(rank: int) -> None:
+    if rank:
+        dist.send(torch.tensor([rank]), 0)
+        return
+    order = [dist.recv(torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
+    assert order == [2, 1], f"they came in the order {order}"
+
+
+def test_explore_finds_the_order_in_which_a_program_fails_and_shortens_it() -> None:
+    found = simulation.explore(racing, 3)
+    assert found is not None and "they came in the order [1, 2]" in str(found.error)
+    with pytest.raises(RankError, match="they came in the order"):
+        simulation.run(racing, 3, decisions=found.decisions)
+    assert len(found.decisions) <= 2
+    assert simulation.explore(lambda rank: dist.barrier(), 3, seeds=range(5)) is None
+
+
+# ---- time
+
+
+def waits(rank: int) -> Any:
+    if rank == 1:
+        time.sleep(3600)
+        return time.monotonic(), time.time() - 1e9
+    try:
+        dist.monitored_barrier(timeout=timedelta(minutes=30))
+    except dist.RankStalledError as error:
+        return str(error), time.monotonic()
+    return None
+
+
+def test_a_time_out_of_half_an_hour_passes_in_virtual_time() -> None:
+    values = simulation.run(waits, 3).values
+    assert values[1] == (3600.0, 3600.0)
+    for text, now in (values[0], values[2]):
+        assert "Rank 1 failed to pass monitoredBarrier in 1800000 ms" in text and now == 1800.0
+
+
+def python_s_own(rank: int) -> list[Any]:
+    items: queue.Queue[int] = queue.Queue()
+    ready, lock = threading.Event(), threading.Lock()
+
+    def produce() -> None:
+        time.sleep(5)
+        with lock:
+            items.put(10 * rank + threading.active_count() * 0)
+        ready.set()
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    in_time = ready.wait(2), time.monotonic()
+    with pytest.raises(queue.Empty):
+        items.get(timeout=2)
+    got = items.get(), time.monotonic()
+    thread.join()
+    return [in_time, got, ready.is_set(), thread.is_alive(), lock.acquire(timeout=1)]
+
+
+def test_locks_queues_and_threads_of_a_program_obey_virtual_time() -> None:
+    expected = [[(False, 2.0), (10 * rank, 5.0), True, False, True] for rank in range(3)]
+    assert simulation.run(python_s_own, 3, init=False).values == expected
+
+
+def test_other_threads_of_the_process_keep_real_time() -> None:
+    seen: list[float] = []
+
+    def look() -> None:
+        began = time.monotonic()
+        time.sleep(0.001)
+        seen.append(time.monotonic() - began)
+
+    def program(rank: int) -> None:
+        if rank == 0:
+            outside.start()
+        time.sleep(100)
+
+    outside = threading.Thread(target=look)
+    with pytest.raises(RuntimeError):
+        simulation.run(lambda rank: time.sleep(-1), 1, init=False)
+    look()
+    simulation.run(lambda rank: time.sleep(100), 1, init=False)
+    look()
+    assert all(0.001 <= seconds < 50 for seconds in seen) and time.sleep is not None
+    del program
+
+
+@pytest.mark.parametrize(("count", "alpha", "beta"), [(1, 0.25, 0.0), (1000, 0.0, 0.001), (1000, 0.5, 0.002)])
+def test_a_message_takes_the_time_of_the_network(count: int, alpha: float, beta: float) -> None:
+    def program(rank: int) -> float:
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 0:
+            dist.send(fill(0, (count,)), 1)
+        else:
+            dist.recv(torch.zeros(count), 0)
+        return time.monotonic() - began
+
+    network = Network(alpha=alpha, beta=beta, gamma=0.0, hosts=(0, 1))
+    seconds = simulation.run(program, 2, network=network).values[1]
+    payload = alpha + 4 * count * beta
+    # A header of 1 KiB travels with the message, and a doorbell after it.
+    assert payload <= seconds <= 2 * alpha + payload + 1100 * beta
+
+
+# ---- deadlocks
+
+
+def ring(rank: int) -> None:
+    size = dist.get_world_size()
+    dist.recv(torch.zeros(3), (rank - 1) % size)
+    dist.send(torch.zeros(3), (rank + 1) % size)
+
+
+@pytest.mark.parametrize("size", [2, 5, 64])
+def test_a_circle_of_receives_is_named(size: int) -> None:
+    with pytest.raises(DeadlockError) as raised:
+        simulation.run(ring, size)
+    text = str(raised.value)
+    assert f"rank 1 waits for rank 0 in recv at {__file__}" in text and "in a circle" in text
+    assert isinstance(raised.value.__cause__, dist.RankStalledError)
+
+
+def crossed(rank: int) -> None:
+    dist.barrier()
+    if rank == 2:
+        dist.recv(torch.zeros(1), 0)
+    elif rank != 3:
+        dist.all_reduce(torch.zeros(2), group=dist.group.WORLD)
+
+
+def test_a_deadlock_of_some_ranks_is_named() -> None:
+    with pytest.raises(RankError, match=r"rank 3 destroyed the group"):
+        simulation.run(crossed, 4)
+
+
+def locks(rank: int) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def test_a_wait_without_a_time_out_ends_the_run() -> None:
+    with pytest.raises(DeadlockError, match=r"rank 0 waits for a lock of rank 0 \(rank 0\) in "):
+        simulation.run(locks, 2, init=False)
+
+
+def test_ranks_that_need_longer_than_they_may_are_named() -> None:
+    def program(rank: int) -> None:
+        time.sleep(100 * rank)
+
+    with pytest.raises(RankTimeoutError, match=r"ranks 1, 2 of 3 did not return within 50 s of virtual time"):
+        simulation.run(program, 3, timeout=50, init=False)
+
+
+def blocks_outside(rank: int) -> None:
+    if rank == 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(20)
+            server.accept()
+
+
+def test_a_rank_that_blocks_outside_the_simulation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation.running, "STUCK_SECONDS", 0.5)
+    monkeypatch.setattr(simulation.scheduler, "END_SECONDS", 0.1)
+    with pytest.raises(BlockedOutsideError, match=rf"rank 1 has been blocked .* in {__file__}:"):
+        simulation.run(blocks_outside, 2, init=False)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"world_size": 0}, "argument 'world_size' must be a number of ranks, at least 1, got 0"),
+        ({"backend": "gloo"}, "argument 'backend' must be 'ref' or 'fake', got 'gloo'"),
+        ({"compute": -1}, "argument 'compute' must be a factor of 0 or more"),
+        ({"timeout": 0}, "argument 'timeout' must be a positive number"),
+        ({"network": Network(hosts=(0, 1))}, "argument 'network.hosts' must be one host for each of 3 ranks"),
+        ({"faults": [simulation.Kill(rank=3, at=1.0)]}, "argument 'rank' must be a rank from 0 to 2, got 3"),
+        ({"faults": [simulation.Kill(rank=1)]}, "argument 'at' must be a time, or operation="),
+        ({"faults": [simulation.Kill(rank=1, at=1.0, operation=2)]}, "argument 'at' must be a time, or operation="),
+        ({"faults": [simulation.Kill(rank=1, at=-1.0)]}, "argument 'at' must be a time of 0 s or later"),
+        ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow or Cut"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
+    arguments = {"world_size": 3, **options}
+    with pytest.raises(dist.ArgumentError) as raised:
+        simulation.run(lambda rank: None, **arguments)
+    assert text in str(raised.value)
+
+
+def test_the_runner_of_tests_has_simulated_ranks() -> None:
+    assert run_for_real(every_collective, 3, ranks="simulated", seeds=3) == run_for_real(every_collective, 3)
+
+
+Program = Callable[[int], Any]

@@ -1,0 +1,1 @@
+"""Programs that a tool runs on several ranks, and their outcomes: shared by `testing` and `simulation`."""

@@ -1,0 +1,38 @@
+"""A cluster in one process: hundreds of ranks, virtual time, a network and failures, by the library's own code.
+
+`run` calls a program on simulated ranks, `explore` looks for an interleaving in which it fails.
+"""
+
+from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
+from torchdist_ref.schedules.simulate import Network
+from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop
+from torchdist_ref.simulation.running import (
+    BlockedOutsideError,
+    DeadlockError,
+    FailingOrder,
+    SimulatedRun,
+    explore,
+    run,
+    simulated_store,
+)
+from torchdist_ref.simulation.timeline import Happening, Timeline
+
+__all__ = [
+    "BlockedOutsideError",
+    "Cut",
+    "DeadlockError",
+    "Fault",
+    "FailingOrder",
+    "Happening",
+    "Kill",
+    "Network",
+    "RankError",
+    "RankTimeoutError",
+    "SimulatedRun",
+    "Slow",
+    "Stop",
+    "Timeline",
+    "explore",
+    "run",
+    "simulated_store",
+]

@@ -1,0 +1,129 @@
+"""Faults of a simulation: what the plan does to ranks and to the network, and when.
+
+A fault comes at a virtual time, or before the n-th operation of a rank that others can notice (a request to a store, a
+lock, a queue, a post of a semaphore), counted from 1. Do not add how the library notices them: that is its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torchdist_ref.errors import ArgumentError, explain
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Base class of faults.
+
+    Args:
+        at: Virtual time in seconds; None if it comes at an operation.
+        operation: Number of an operation of the rank, from 1; 0 if it comes at a time.
+    """
+
+    at: float | None = None
+    operation: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that the fault names; the first one is that whose operations are counted."""
+        return ()
+
+    def check(self, world_size: int) -> None:
+        """Raise unless the fault fits a world.
+
+        Raises:
+            ArgumentError: A rank does not exist, or the fault has no moment or two.
+        """
+        name = type(self).__name__
+        for rank in self.ranks:
+            if type(rank) is not int or not 0 <= rank < world_size:
+                raise ArgumentError(explain(f"simulation.{name}", "rank", f"a rank from 0 to {world_size - 1}", rank))
+        if (self.at is None) == (self.operation == 0):
+            got = f"at={self.at}, operation={self.operation}"
+            raise ArgumentError(explain(f"simulation.{name}", "at", "a time, or operation= with a number", got))
+        if self.operation < 0 or (self.at is not None and not self.at >= 0):
+            got = f"at={self.at}, operation={self.operation}"
+            raise ArgumentError(explain(f"simulation.{name}", "at", "a time of 0 s or later", got))
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """End of a rank, as by SIGKILL.
+
+    Args:
+        rank: Rank.
+    """
+
+    rank: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `Fault.ranks`."""
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class Stop(Fault):
+    """Stop of a rank, as by SIGSTOP.
+
+    Args:
+        rank: Rank.
+        seconds: Virtual time after which it continues; None for never.
+    """
+
+    rank: int = 0
+    seconds: float | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `Fault.ranks`."""
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class Slow(Fault):
+    """Slower computation of a rank from a moment on; it has an effect only where computation takes time.
+
+    Args:
+        rank: Rank.
+        factor: Factor of the time that its computation takes.
+    """
+
+    rank: int = 0
+    factor: float = 2.0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `Fault.ranks`."""
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class Cut(Fault):
+    """Cut of the network between some ranks and all others. What they send each other arrives when it heals.
+
+    Args:
+        some: The ranks.
+        seconds: Virtual time after which it heals; None for never.
+    """
+
+    some: Collection[int] = ()
+    seconds: float | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `Fault.ranks`."""
+        return tuple(self.some)
+
+
+def check_all(faults: Sequence[Fault], world_size: int) -> None:
+    """Raise unless each of some values is a fault that fits a world.
+
+    Raises:
+        ArgumentError: One is not.
+    """
+    for fault in faults:
+        if not isinstance(fault, Fault) or type(fault) is Fault:
+            raise ArgumentError(explain("simulation.run", "faults", "Kill, Stop, Slow or Cut", fault))
+        fault.check(world_size)

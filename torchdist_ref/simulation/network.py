@@ -1,0 +1,72 @@
+"""Network of a simulation: when the bytes of a message arrive, and who is busy meanwhile.
+
+The model is that of `schedules.simulate`: a message of ``k`` bytes takes ``alpha + k beta`` seconds between hosts, and
+``local_alpha + k local_beta`` within a host, where the receiver reads it and nobody else is busy. Between hosts a rank
+sends one message at a time and receives one at a time, and the ranks of a host share its network card in each
+direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchdist_ref.schedules.simulate import Network as Network
+
+
+class Wires:
+    """Times until which ranks and network cards are busy.
+
+    Args:
+        network: The network.
+        size: Number of ranks.
+
+    Attributes:
+        hosts: Host of each rank.
+        sent: Bytes that each rank has sent.
+        cut: Pairs of ranks between which nothing arrives, in both orders.
+
+    >>> wires = Wires(Network(alpha=1.0, beta=0.5, hosts=(0, 1, 1), local_alpha=0.25, local_beta=0.0), 3)
+    >>> wires.arrival(0.0, 0, 1, 4), wires.arrival(0.0, 0, 2, 4), wires.arrival(0.0, 1, 2, 4)
+    (3.0, 6.0, 6.25)
+    """
+
+    def __init__(self, network: Network, size: int) -> None:
+        self.network = network
+        self.hosts = network.hosts or tuple(range(size))
+        self.sent = [0] * size
+        self.cut: set[tuple[int, int]] = set()
+        self._sending, self._receiving = [0.0] * size, [0.0] * size
+        self._cards_out = dict.fromkeys(self.hosts, 0.0)
+        self._cards_in = dict.fromkeys(self.hosts, 0.0)
+
+    def arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
+        """Return when a message that a rank sends now arrives, and occupy the network for it."""
+        network, here, there = self.network, self.hosts[source], self.hosts[target]
+        self.sent[source] += nbytes
+        if here == there:
+            start = max(now, self._receiving[target])
+            end = start + network.local_alpha + nbytes * network.local_beta
+        else:
+            start = max(now, self._sending[source], self._receiving[target])
+            if network.hosts is not None:
+                start = max(start, self._cards_out[here], self._cards_in[there])
+                self._cards_out[here] = self._cards_in[there] = start + nbytes * network.beta
+            self._sending[source] = end = start + network.alpha + nbytes * network.beta
+        self._receiving[target] = end
+        return end
+
+    def notice(self, now: float, source: int, target: int) -> float:
+        """Return when a rank sees a change of another's state, such as its end: one message without bytes."""
+        same = self.hosts[source] == self.hosts[target]
+        return now + (self.network.local_alpha if same else self.network.alpha)
+
+    def is_cut(self, source: int, target: int) -> bool:
+        """Return whether nothing arrives between two ranks."""
+        return (source, target) in self.cut
+
+    def cut_off(self, some: Iterable[int], others: Iterable[int]) -> None:
+        """Let nothing arrive between some ranks and others."""
+        others = tuple(others)
+        for one in some:
+            for other in others:
+                self.cut |= {(one, other), (other, one)}

@@ -1,0 +1,343 @@
+"""World of a simulation: the transport, the store and the news of deaths that its ranks have in place of real ones."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from torchdist_ref.backends.ref.tag_matching import PostedReceive, Receiver
+from torchdist_ref.membership.events import KILLED, Ending
+from torchdist_ref.membership.watch import MemberWatch
+from torchdist_ref.simulation.network import Wires
+from torchdist_ref.simulation.primitives import SimulatedSemaphore
+from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
+from torchdist_ref.stores import HashStore, Store
+from torchdist_ref.stores.base import Text, quote_keys
+from torchdist_ref.timeouts import Deadline
+from torchdist_ref.transports.base import Range, Semaphore
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow
+
+_FIRST_PID = 1000
+"""Number of the process of rank 0 in messages."""
+
+
+class SimulatedWorld:
+    """State that the ranks of a run share.
+
+    Args:
+        scheduler: The scheduler.
+        wires: The network.
+        size: Number of ranks.
+
+    Attributes:
+        segments: Memory of groups, by the key that their rank 0 publishes.
+        dead: How each dead rank ended, from the moment at which the others know it.
+        record: Function that gets a rank, a kind of event, and its facts, for the timeline.
+    """
+
+    def __init__(self, scheduler: Scheduler, wires: Wires, size: int) -> None:
+        self.scheduler, self.wires, self.size = scheduler, wires, size
+        self.segments: dict[str, SimulatedSegment] = {}
+        self.links: dict[int, list[Link]] = {}
+        self.dead: dict[int, Ending] = {}
+        self.record: Callable[..., None] = lambda rank, kind, *facts: None
+        self.on_death: list[Callable[[int], None]] = []
+        self.held: list[tuple[int, int, Callable[[], None]]] = []
+
+    def awaited_by(self, rank: int, waits_for: object, frame: FrameType | None) -> list[int]:
+        """Return the ranks that a rank waits for, as far as they are known.
+
+        Args:
+            rank: The rank that waits.
+            waits_for: The semaphore or other thing that its task waits for.
+            frame: Frame in which the task waits. Any peer posts the semaphore of a rank that waits for messages, so the
+                receive that it is in says whom it waits for.
+        """
+        links = self.links.get(rank, [])
+        while frame is not None:
+            receive, taker = frame.f_locals.get("receive"), frame.f_locals.get("self")
+            if isinstance(receive, PostedReceive) and isinstance(taker, Receiver):
+                source = receive.call.src
+                peers = taker.link.peers if source is None else [source]
+                return [taker.link.members[peer] for peer in peers]
+            frame = frame.f_back
+        found = [link.members[peer] for link in links if (peer := link.row.waiting_for(None)) is not None]
+        source = getattr(waits_for, "source", None)
+        return sorted(set(found)) or ([] if source is None else [source])
+
+    def share_waits(self) -> None:
+        """Let all ranks see for whom each waits, as they do in memory that they share, and over a network in time."""
+        for links in self.links.values():
+            for link in links:
+                peer = link.row.waiting_for(None)
+                if peer is not None and isinstance(link.segment, SimulatedSegment):
+                    for rank in range(link.size):
+                        link.segment.row_of(link.rank, rank).set_waiting_for(peer)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank, as SIGKILL does: it does nothing any more, and the others learn it from the system."""
+        scheduler = self.scheduler
+        if scheduler.is_dead(rank):
+            return
+        self.record(rank, "killed")
+        scheduler.kill(rank)
+
+        def known() -> None:
+            self.dead[rank] = Ending(
+                KILLED, _FIRST_PID + rank, f"simulated host {self.wires.hosts[rank]}", signal.SIGKILL
+            )
+            for react in self.on_death:
+                react(rank)
+            scheduler.alarm()
+
+        others = [other for other in range(self.size) if other != rank]
+        latest = max((self.wires.notice(scheduler.now, rank, other) for other in others), default=scheduler.now)
+        scheduler.at(latest, known)
+
+
+class SimulatedSegment(CommonSegment):
+    """Memory of a group, with semaphores whose posts take the time that the network needs for their bytes.
+
+    Data and messages lie in memory that all ranks share: nobody reads them before the semaphore that announces them,
+    or overwrites them before the one that releases them. A row of the status table may be read at any time. So each
+    rank has a copy of the table, and a change arrives with the semaphore that carries it, never before an earlier one.
+
+    Attributes:
+        tables: Copy of the status table of each rank.
+    """
+
+    kind = "threads"
+
+    def __init__(self, world: SimulatedWorld, layout: SegmentLayout, members: Sequence[int]) -> None:
+        self._world, self._members = world, tuple(members)
+        self.buffer = mmap.mmap(-1, layout.nbytes)
+        self.bytes = memoryview(self.buffer)
+        self._semaphores: dict[int, SimulatedSemaphore] = {}
+        self._first_row, self._end_of_rows = layout.status_row(0), layout.status_row(layout.size)
+        # One for each rank, which writes may reach before it has connected itself.
+        self.tables = [bytearray(self._end_of_rows - self._first_row) for _ in members]
+
+    def join(self, rank: int) -> tuple[StatusRow, ...]:
+        """Return the rows of the status table as a rank sees them."""
+        table = self.tables[rank]
+        return tuple(StatusRow(memoryview(table), r * ROW_BYTES) for r in range(len(self._members)))
+
+    def row_of(self, rank: int, seen_by: int) -> StatusRow:
+        """Return the row of a rank in another rank's copy of the table."""
+        return StatusRow(memoryview(self.tables[seen_by]), rank * ROW_BYTES)
+
+    def _snapshot(self, rank: int, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
+        """Return the parts of some ranges that lie in the status table, as this rank has written them."""
+        table, first = self.tables[rank], self._first_row
+        parts = [(offset - first, size) for offset, size in ranges if first <= offset < self._end_of_rows]
+        return [(offset, bytes(table[offset : offset + size])) for offset, size in parts]
+
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`. Created on first use."""
+        at = layout.semaphore(kind, source, target)
+        found = self._semaphores.get(at)
+        if found is None:
+            posted_by = None if kind == "doorbell" else self._members[source]
+            found = self._semaphores[at] = SimulatedSemaphore(self._world.scheduler, posted_by, kind)
+        return found
+
+    def make_signal(
+        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
+    ) -> Callable[[], Any]:
+        """See `Segment.make_signal`. The semaphore is posted when the bytes have arrived."""
+        world, nbytes, to = self._world, sum(size for _, size in ranges), self._members[target]
+        scheduler, wires = world.scheduler, world.wires
+        alarm = kind == "status"
+
+        def post() -> None:
+            scheduler.step()
+            task = current_task()
+            source = to if task is None else task.owner
+            rows = self._snapshot(self._members.index(source), ranges) if ranges else []
+
+            def arrive() -> None:
+                if wires.is_cut(source, to):
+                    world.held.append((source, to, arrive))
+                    return
+                for offset, content in rows:
+                    self.tables[target][offset : offset + len(content)] = content
+                if alarm:
+                    scheduler.alarm(to)
+                semaphore.release()
+
+            arrival = wires.arrival(scheduler.now, source, to, nbytes)
+            if nbytes:
+                world.record(source, "sent", to, nbytes, arrival)
+            if arrival > scheduler.now:
+                scheduler.at(arrival, arrive)
+            else:
+                arrive()
+
+        return post
+
+
+class SimulatedLiveness:
+    """`Liveness` of simulated ranks: those that the plan has killed, once the others can know it."""
+
+    def __init__(self, world: SimulatedWorld, members: Sequence[int]) -> None:
+        self._world, self._members = world, members
+
+    def dead(self) -> list[int]:
+        """See `Liveness.dead`."""
+        return [rank for rank, member in enumerate(self._members) if member in self._world.dead]
+
+    def ending(self, rank: int) -> Ending | None:
+        """See `Liveness.ending`."""
+        return self._world.dead.get(self._members[rank])
+
+    def close(self) -> None:
+        """See `Liveness.close`."""
+
+
+def connect(
+    world: SimulatedWorld,
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    name: str,
+    timeout: float,
+    watch: MemberWatch | None = None,
+) -> Link:
+    """Connect a rank to the others of its group. Arguments and result as in `transports.threads.connect`."""
+    layout = SegmentLayout(len(members), window=256 * 1024, cells=2, mailbox_bytes=0)
+    key = store_key = f"segment of {name}"
+    if rank:
+        segment = world.segments[store.get(store_key).decode()]
+    else:
+        key = f"{name}, {len(world.segments)}"
+        segment = world.segments[key] = SimulatedSegment(world, layout, members)
+        store.set(store_key, key)
+    link = Link(segment, layout, rank, members, name, timeout)
+    link.spins = link.yields = 0
+    link.liveness = SimulatedLiveness(world, members)
+    link.rows = segment.join(rank)
+    link.row = link.rows[rank]
+    hosts = tuple(world.wires.hosts[member] for member in members)
+    link.hosts = hosts if len(set(hosts)) > 1 else None
+    link.row.join(os.getpid())
+    world.links.setdefault(members[rank], []).append(link)
+    with link.joining():
+        link.handshake(watch)
+    return link
+
+
+class _Changes:
+    """Condition of a simulated store. It has no lock, which a killed rank could hold, and needs none."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._waiting: list[Task] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        task = self._scheduler.running()
+        self._waiting.append(task)
+        self._scheduler.block(self, seconds)
+        if task in self._waiting:
+            self._waiting.remove(task)
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            if task.waits_for is self:
+                self._scheduler.wake(task)
+
+    def __str__(self) -> str:
+        return "a change of the store"
+
+
+class SimulatedStore(HashStore):
+    """Store of a simulation, on the host of rank 0. Each request takes a message there and one back.
+
+    A wait ends at an alarm as at its time-out, so that `WatchedStore` looks for failures.
+
+    Args:
+        world: The world.
+    """
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        super().__init__()
+        self._world = world
+        self._changed = _Changes(world.scheduler)  # type: ignore[assignment]
+        self._wills: dict[int, tuple[str, Text]] = {}
+        self.session_key = bytes(32)
+        world.on_death.append(self._fulfil)
+
+    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
+        """See `Store.set_on_disconnect`."""
+        for name, text in (now or {}).items():
+            self.set(name, text)
+        task = current_task()
+        if task is not None:
+            if value:
+                self._wills[task.owner] = str(key), value
+            else:
+                self._wills.pop(task.owner, None)
+        return True
+
+    def wait_get(
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
+    ) -> list[bytes]:
+        """See `Store.wait_get`."""
+        task = current_task()
+        if on_disconnect is not None and task is not None:
+            self._wills[task.owner] = on_disconnect
+        return super().wait_get(keys, timeout, publish)
+
+    def _fulfil(self, rank: int) -> None:
+        """Set the key that a dead rank has left for this case."""
+        if (will := self._wills.pop(rank, None)) is not None:
+            key, value = will
+            name = key.encode()
+            self._table.values.setdefault(name, value if isinstance(value, bytes) else str(value).encode())
+            self._changed.notify_all()
+
+    def _change(self, action: Callable[[Any], Any]) -> Any:
+        self._travel()
+        return super()._change(action)
+
+    def _travel(self) -> None:
+        """Let the time of a request to the store and of its response pass."""
+        task = current_task()
+        if task is not None:
+            scheduler, wires = self._world.scheduler, self._world.wires
+            scheduler.step()
+            there = wires.notice(scheduler.now, task.owner, 0) - scheduler.now
+            if there and task.owner:
+                scheduler.sleep(2 * there)
+
+    def _wait_for(self, operation: str, deadline: Deadline, missing: Callable[[Any], list[bytes]]) -> None:
+        task = current_task()
+        if task is None:
+            return super()._wait_for(operation, deadline, missing)
+        while absent := missing(self._table):
+            if deadline.passed() or task.alarmed:
+                task.alarmed = False
+                raise self._timed_out(operation, absent, deadline)
+            task.alarmable += 1
+            task.purpose = f"keys in the store ({quote_keys(absent)})"
+            try:
+                self._changed.wait(deadline.remaining())
+            finally:
+                task.alarmable, task.purpose = task.alarmable - 1, ""
+        return None
