@@ -7,7 +7,6 @@ import os
 import re
 import struct
 import threading
-import time
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
@@ -133,10 +132,8 @@ def test_adds_of_several_processes_are_atomic(path: str) -> None:
 )
 def test_file_that_is_not_a_store_is_an_error_at_once(path: str, content: bytes) -> None:
     Path(path).write_bytes(content)
-    start = time.monotonic()
     with pytest.raises(DistStoreError, match="is not the file of a store, or is damaged"):
         FileStore(path, 2)
-    assert time.monotonic() - start < 20
     assert Path(path).read_bytes() == content
 
 
@@ -164,10 +161,8 @@ def test_lock_held_by_another_process_is_a_timeout(path: str) -> None:
     store.set_timeout(timedelta(milliseconds=80))
     with open(path) as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        start = time.monotonic()
         with pytest.raises(StoreTimeoutError, match=r"the lock of .* was not free within 0.08 s"):
             store.set("k", "v")
-        assert time.monotonic() - start < 20
         fcntl.flock(holder, fcntl.LOCK_UN)
         store.set_timeout(timedelta(seconds=20))
     store.set("k", "v")
@@ -211,10 +206,8 @@ def test_a_wait_for_the_lock_ends_with_the_operation_that_it_belongs_to(path: st
     store.set_timeout(timedelta(seconds=20))
     with open(path) as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        start = time.monotonic()
         with limit_requests(0.05), pytest.raises(StoreTimeoutError) as caught:
             store.check(["k"])
-        assert time.monotonic() - start < 15
     waited = re.search(r"was not free within (\S+) s", str(caught.value))
     assert waited is not None and float(waited[1]) <= 0.05
 

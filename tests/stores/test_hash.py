@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -33,11 +32,10 @@ def test_woken_reader_gets_a_value_that_is_deleted_at_once() -> None:
 
 
 def test_ctrl_c_interrupts_a_wait() -> None:
-    store, hit = HashStore(), []
+    store = HashStore()
 
     def interrupt() -> None:
         store.get("go")
-        hit.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -45,8 +43,6 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     with pytest.raises(KeyboardInterrupt):
         store.set("go", "1")
         store.get("never")
-    # The default time-out is 300 s.
-    assert time.monotonic() - hit[0] < 20
     thread.join()
 
 

