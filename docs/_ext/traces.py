@@ -16,10 +16,12 @@ import importlib.util
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from operator import attrgetter
@@ -173,6 +175,33 @@ def get() -> dict[str, list[Hop]]:
     return {"get": min(runs, key=len)}
 
 
+def group(rank: int, ports: Sequence[int]) -> dict[str, list[Hop]]:
+    """Trace init_process_group, new_group and destroy_process_group of two ranks, each the second time.
+
+    The first time, modules are imported and functions of torch are replaced.
+    """
+    import torchdist_ref as dist
+
+    initialize, create, destroy = dist.init_process_group, dist.new_group, dist.destroy_process_group
+    for port in ports:
+        with Tracer() as init:
+            initialize("ref", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        dist.barrier()
+        with Tracer() as new:
+            create([0, 1])
+        dist.barrier()
+        with Tracer() as end:
+            destroy()
+    return {"init_process_group": init.hops, "new_group": new.hops, "destroy_process_group": end.hops}
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this host that no socket uses."""
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
 def run_all() -> dict[str, list[Hop]]:
     """Run every traced program in this process and processes forked from it.
 
@@ -184,7 +213,8 @@ def run_all() -> dict[str, list[Hop]]:
     for program in (all_reduce, message, gradient):
         runs = [run(program, 2, ranks="processes")[0] for _ in range(3)]
         found |= {name: min((each[name] for each in runs), key=len) for name in runs[0]}
-    return found
+    runs = [run(group, 2, free_ports(2), ranks="processes", init=False)[0] for _ in range(3)]
+    return found | {name: min((each[name] for each in runs), key=len) for name in runs[0]}
 
 
 @cache

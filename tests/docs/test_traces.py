@@ -9,7 +9,16 @@ import pytest
 import traces
 
 # Distinct files of the library with a function that the call enters on its thread; recorder and profiler ranges are on.
-MOST_FILES = {"all_reduce": 15, "all_reduce again": 8, "gradient": 12, "get": 3, "recv": 12}
+MOST_FILES = {
+    "all_reduce": 15,
+    "all_reduce again": 8,
+    "gradient": 12,
+    "get": 3,
+    "recv": 12,
+    "init_process_group": 35,
+    "new_group": 17,
+    "destroy_process_group": 13,
+}
 
 
 @pytest.mark.parametrize("name", MOST_FILES)
@@ -21,7 +30,8 @@ def test_a_call_touches_few_files(name: str) -> None:
 def test_a_trace_begins_at_the_public_function() -> None:
     first = {name: hops[0].function for name, hops in traces.traced().items()}
     assert first["all_reduce"] == first["all_reduce again"] == "all_reduce"
-    assert first["recv"] == "recv"
+    for name in ("recv", "init_process_group", "new_group", "destroy_process_group"):
+        assert first[name] == name
     assert first["get"] == "TCPStore.get"
     assert first["gradient"].startswith("DistributedDataParallel")
 

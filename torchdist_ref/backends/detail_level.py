@@ -25,9 +25,7 @@ from torchdist_ref.backends.base import Backend, BackendWrapper, Membership
 from torchdist_ref.backends.operands import flat_operands, operands_of
 from torchdist_ref.calls import AllToAll, Call, Recv, Send, signature
 from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks, warn_of_autograd
-from torchdist_ref.debug.flight_recorder import answer_requests
 from torchdist_ref.debug.levels import DebugLevel
-from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
 from torchdist_ref.membership.watch import unwatched
 from torchdist_ref.recorder import FRAMES, Entry, alike
@@ -39,12 +37,6 @@ OFF = DebugLevel.OFF
 current_level: Callable[[], DebugLevel] = getattr(c10d, "get_debug_level")  # noqa: B009 - torch's stubs leave it out
 """The same as `debug.levels.get_debug_level`, without a function of Python: every new group asks."""
 log = logging.getLogger("torchdist_ref.debug")
-
-
-def observe_process() -> Callable[[], None]:
-    """Configure logging, answer requests for dumps, dump uncaught exceptions; return what ends the second of these."""
-    configure_logging()
-    return answer_requests()
 
 
 def apply_debug_level(backend: Backend, membership: Membership) -> Backend:

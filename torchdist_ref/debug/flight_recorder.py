@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import GroupAbortedError, ReportedFailure, message_of
 from torchdist_ref.membership.events import failure_by, failure_of
 from torchdist_ref.membership.sources import is_stopped
@@ -461,6 +462,12 @@ class SignalListener:
 
 
 listener = SignalListener()
+
+
+def observe_process() -> Callable[[], None]:
+    """Configure logging, and do what `answer_requests` does."""
+    configure_logging()
+    return answer_requests()
 
 
 def answer_requests() -> Callable[[], None]:

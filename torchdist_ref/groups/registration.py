@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch.distributed
@@ -33,6 +33,7 @@ from torchdist_ref.stores import PrefixStore
 from torchdist_ref.torch_internals import torch_private
 
 _lock = threading.Lock()
+_tables_now: Callable[[], Any] = torch_private.TABLES.reader()
 _register_name: Callable[[str, Any], None] = torch_private.REGISTER_NAME.bind()
 _unregister_name: Callable[[str], None] = torch_private.UNREGISTER_NAME.bind()
 _set_default_group: Callable[[Any], None] = torch_private.SET_DEFAULT_GROUP.bind()
@@ -49,7 +50,7 @@ def require_no_group_of_torch() -> None:
     Raises:
         ArgumentError: It has one.
     """
-    if is_thread_rank() or not _is_torchs_own(torch_private.TABLES.get().default_pg):
+    if is_thread_rank() or not _is_torchs_own(_tables_now().default_pg):
         return
     raise ArgumentError(
         f"init_process_group: torch.distributed has a default group already, on backend "
@@ -73,7 +74,7 @@ def _explain_second_initialization() -> None:
         try:
             return original(*args, **kwargs)
         except ValueError as error:
-            group = torch_private.TABLES.get().default_pg
+            group = _tables_now().default_pg
             if isinstance(group, ProcessGroup):
                 error.add_note(
                     f"torchdist_ref.init_process_group has made the default group{on_rank()}, on backend "
@@ -86,6 +87,14 @@ def _explain_second_initialization() -> None:
     c10d.init_process_group = torch.distributed.init_process_group = init_process_group
 
 
+@cache
+def _adapt_torch() -> None:
+    """Put our functions in place of three of torch's, at the first default group; they stay until the process ends."""
+    limit_objects()
+    registry.share_servers()
+    _explain_second_initialization()
+
+
 def share(world: World) -> None:
     """Make the default group of the calling rank torch's default group; do nothing if torch has one.
 
@@ -96,10 +105,8 @@ def share(world: World) -> None:
             return
     elif torch.distributed.is_initialized():
         return
-    limit_objects()
-    registry.share_servers()
+    _adapt_torch()
     world.registration = Registration(world)
-    _explain_second_initialization()
 
 
 _TorchTables: Any = torch_private.TABLES_CLASS.get()
@@ -167,7 +174,7 @@ class TablesByRank:
         if world.torch_tables is not None:
             return True
         with _lock:
-            tables = torch_private.TABLES.get()
+            tables = _tables_now()
             if not isinstance(tables, cls):
                 if _is_torchs_own(tables.default_pg):
                     return False
@@ -186,7 +193,7 @@ class TablesByRank:
         with _lock:
             cls.ranks -= 1
             if not cls.ranks:
-                torch_private.TABLES.set(torch_private.TABLES.get().of_process)
+                torch_private.TABLES.set(_tables_now().of_process)
                 torch_private.NAMES_PER_THREAD.get()(False)
                 # torch's DDP keeps the module whose forward runs per process: threads may leave one of theirs behind,
                 # and torch.compile would then divide any later module by the buckets of that one.
@@ -203,7 +210,7 @@ class Registration:
     def __init__(self, world: World) -> None:
         self._world = world
         # Those of this rank: `TablesByRank` may come into torch's module, or go, meanwhile.
-        self._tables = world.torch_tables or torch_private.TABLES.get()
+        self._tables = world.torch_tables or _tables_now()
         assert world.default is not None
         self._default = world.default
         self._store = registry.store_for_torch(PrefixStore("torch", self._default.store))

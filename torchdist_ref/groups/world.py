@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch.distributed
@@ -35,9 +36,10 @@ from torchdist_ref.backends.base import (
     close_all,
     inherit_store,
 )
-from torchdist_ref.backends.detail_level import OFF, apply_debug_level, current_level, observe_process
+from torchdist_ref.backends.detail_level import OFF, apply_debug_level, current_level
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, with_backends
 from torchdist_ref.backends.registry import BackendChoice, by_device_type, is_of_torch, of_process_group
+from torchdist_ref.debug.flight_recorder import observe_process
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
     ArgumentError,
@@ -51,9 +53,11 @@ from torchdist_ref.errors import (
 from torchdist_ref.processes.program_end import leave_at_end
 from torchdist_ref.recorder import RecordedGroup, StoreCall, StoreCalls, include
 from torchdist_ref.stores import HashStore, Store, TCPStore
-from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
+
+if TYPE_CHECKING:
+    from torchdist_ref.stores.prefix import KeyRange
 
 default_pg_timeout = GROUP_TIMEOUT
 _OF_METHODS = "_torchdist_ref_group"
@@ -460,6 +464,7 @@ def abort(reason: str) -> None:
         group.backend.abort(reason)
 
 
+@cache
 def leave_at_end_of_program() -> None:
     """From now on, the end of this program ends its groups. If it is an exception, their other members quote it."""
     leave_at_end(_of_process)

@@ -8,6 +8,7 @@ parent's groups (`backends.base`).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
@@ -22,19 +23,8 @@ class DescriptorOwner(Protocol):
 _owners: WeakSet[DescriptorOwner] = WeakSet()
 
 
-def close_copies_in_child(owner: DescriptorOwner) -> None:
-    """Call `close_copies` of an object in each forked child, for as long as the object lives.
-
-    >>> class Pipe:
-    ...     def __init__(self):
-    ...         self.ends = os.pipe()
-    ...         close_copies_in_child(self)
-    ...     def close_copies(self):
-    ...         for end in self.ends:
-    ...             os.close(end)
-    >>> pipe = Pipe()
-    """
-    _owners.add(owner)
+close_copies_in_child: Callable[[DescriptorOwner], None] = _owners.add
+"""Call `close_copies` of an object in each forked child, for as long as the object lives."""
 
 
 def _close_all_copies() -> None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from operator import attrgetter
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -61,6 +64,12 @@ class PrivateName:
         """Return the object, or one whose first use raises: for modules that bind the name when they are loaded."""
         found = self._find()
         return Missing(self) if found is _ABSENT else found
+
+    def reader(self) -> Callable[[], Any]:
+        """Return a function that returns the object that has the name at that time, without a call of Python."""
+        if not self.exists():
+            return cast("Callable[[], Any]", Missing(self))
+        return partial(attrgetter(self.path), importlib.import_module(self.module))
 
     def _find(self) -> Any:
         """Return the object, or `_ABSENT`: to make an error compiles the patterns of the error index, 0.1 s."""
