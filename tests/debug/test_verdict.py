@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
-import select
+import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,34 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.debug import failing_programs as programs
+from tests.debug.failing_programs import (
+    another_operation,
+    blocked_in_the_system,
+    calls_in_order,
+    chain,
+    comes_late,
+    dies,
+    dies_and_survivors_raise_their_own,
+    dies_in_a_subgroup,
+    ends,
+    fails_outside,
+    gives_up_and_raises_its_own,
+    leaves,
+    leaves_before_the_last_call,
+    others_wait,
+    raises,
+    raises_without_a_dump,
+    wait_for_file,
+    waits_for_an_excluded_rank,
+    waits_in_a_ring,
+    waits_in_the_store,
+)
 from torchdist_ref.debug import flight_recorder
+from torchdist_ref.debug.call_sites import user_frames
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
 from torchdist_ref.errors import explain_type
-from torchdist_ref.groups import world
 from torchdist_ref.membership.events import (
     ABORTED,
     DIED,
@@ -39,7 +62,12 @@ from torchdist_ref.testing import RankError, fill, run
 
 # A rank that another one fails has to write its dump before it is stopped.
 # Groups are made with it too, and several ranks have to wait before it is over: a busy machine needs some of it.
-SOON = timedelta(seconds=2)
+SOON = programs.SOON
+
+RECORDED, RECORD = Path(__file__).parent / "recorded", "RECORD_DUMPS"
+"""Directory of recorded dumps, and the variable with which the tests run their programs and record them again."""
+
+Diagnose = Callable[..., Verdict]
 
 
 def verdict_on(
@@ -57,50 +85,57 @@ def verdict_on(
     return find_verdict(read_directory(folder))
 
 
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Diagnose:
+    """Return the verdict on the recorded dumps of a program; arguments as of `verdict_on`, which records them."""
+    file = RECORDED / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name.lower()).strip('_')}.json"
+
+    def diagnose(
+        program: Callable[[int], None], size: int, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str = "ref"
+    ) -> Verdict:
+        if RECORD in os.environ:
+            found = verdict_on(program, size, folder, monkeypatch, backend)
+            dumps = {path.name: portable(json.loads(path.read_text())) for path in sorted(folder.iterdir())}
+            file.write_text(json.dumps(dumps, separators=(",", ":")) + "\n")
+            return found
+        folder.mkdir(exist_ok=True)
+        for name, content in json.loads(file.read_text()).items():
+            (folder / name).write_text(json.dumps(content))
+        return find_verdict(read_directory(folder))
+
+    return diagnose
+
+
+def portable(content: Any, key: str = "") -> Any:
+    """Return the content of a dump without names of this machine, and without frames outside of the tests."""
+    if key == "frames" or (key == "stacks" and content and isinstance(content[0][0], str)):
+        return [[name, f"/home/me/{Path(file).name}", line] for name, file, line in user_frames(content)]
+    if isinstance(content, dict):
+        return {name: portable(value, name) for name, value in content.items()}
+    if isinstance(content, list):
+        return [
+            portable(each, key) for each in content if not (isinstance(each, dict) and each.get("program") is False)
+        ]
+    return content.replace(os.uname().nodename, "node") if isinstance(content, str) else content
+
+
 def line_of(function: Callable[..., object], text: str) -> str:
     """Return the place of the line of a function that holds a text, as verdicts show it."""
     lines, first = inspect.getsourcelines(function)
     [offset] = [number for number, line in enumerate(lines) if text in line]
-    return f"test_verdict.py:{first + offset} in {function.__name__}"
+    return f"{Path(inspect.getsourcefile(function) or '').name}:{first + offset} in {function.__name__}"
 
 
 # ---- a rank behind, in other code
 
 
-def blocked_in_the_system(read_end: int) -> None:
-    os.read(read_end, 1)  # where it hangs
-
-
-def wait_for_file(path: Path) -> None:
-    while not path.exists():
-        select.select([], [], [], 0.001)
-
-
-def others_wait(culprit: int, folder: Path, pipe: tuple[int, int], pids: Path, rank: int) -> None:
-    group = dist.new_group(timeout=SOON)
-    if rank == culprit:
-        pids.write_text(str(os.getpid()))
-        dist.barrier()
-        blocked_in_the_system(pipe[0])
-        return
-    dist.barrier()
-    try:
-        dist.all_reduce(fill(rank, (2, 5)), dist.ReduceOp.MAX, group=group)  # where they wait
-    finally:
-        if rank == (culprit + 1) % 3:
-            [line] = flight_recorder.request([int(pids.read_text())])
-            assert line.endswith("asked")
-            wait_for_file(folder / f"rank{culprit}.json")
-            os.write(pipe[1], b"x")
-
-
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_in_other_code_is_named_with_its_line(
-    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
     folder = tmp_path / "dumps"
     program = partial(others_wait, culprit, folder, os.pipe(), tmp_path / "pid")
-    found = verdict_on(program, 3, folder, monkeypatch)
+    found = recorded(program, 3, folder, monkeypatch)
     assert (found.kind, found.ranks, found.number, found.group) == ("behind", (culprit,), (0, 0), "group 1")
     others = " and ".join(str(rank) for rank in range(3) if rank != culprit)
     assert found.sentence == (
@@ -110,39 +145,20 @@ def test_a_rank_in_other_code_is_named_with_its_line(
     )
 
 
-def chain(folder: Path, pipe: tuple[int, int], pids: Path, rank: int) -> None:
-    """Rank 0 waits for 1, 1 for 2, 2 for 3, and 3 is in other code."""
-    group = dist.new_group(timeout=SOON)
-    if rank == 3:
-        pids.write_text(str(os.getpid()))
-        dist.barrier()
-        blocked_in_the_system(pipe[0])
-        return
-    dist.barrier()
-    try:
-        dist.recv(torch.zeros(4), rank + 1, group=group)
-    finally:
-        if rank == 2:
-            list(flight_recorder.request([int(pids.read_text())]))
-            wait_for_file(folder / "rank3.json")
-            os.write(pipe[1], b"x")
-
-
-def test_the_end_of_a_chain_of_waits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_chain_of_waits_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
     folder = tmp_path / "dumps"
-    found = verdict_on(partial(chain, folder, os.pipe(), tmp_path / "pid"), 4, folder, monkeypatch)
+    found = recorded(partial(chain, folder, os.pipe(), tmp_path / "pid"), 4, folder, monkeypatch)
     assert (found.kind, found.ranks) == ("behind", (3,))
     assert "rank 2 waits for it in recv(src=3, tag=0) of float32 [4]" in found.sentence
     assert line_of(blocked_in_the_system, "# where it hangs") in found.sentence
 
 
-def waits_in_a_ring(rank: int) -> None:
-    group = dist.new_group(timeout=SOON)
-    dist.recv(torch.zeros(3), (rank + 1) % 3, group=group)  # the ring
-
-
-def test_ranks_that_wait_for_each_other_are_a_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(waits_in_a_ring, 3, tmp_path, monkeypatch)
+def test_ranks_that_wait_for_each_other_are_a_deadlock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(waits_in_a_ring, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("deadlock", (0, 1, 2))
     where = line_of(waits_in_a_ring, "# the ring")
     for rank in range(3):
@@ -154,15 +170,10 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock(tmp_path: Path, monkeypat
 # ---- different calls
 
 
-def another_operation(rank: int) -> None:
-    if rank == 2:
-        dist.broadcast(fill(rank, (5,)), 1)  # the other call
-    else:
-        dist.all_reduce(fill(rank, (5,)))  # the usual call
-
-
-def test_the_rank_with_another_call_is_named_with_both_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(another_operation, 4, tmp_path, monkeypatch)
+def test_the_rank_with_another_call_is_named_with_both_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(another_operation, 4, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number) == ("mismatch", (2,), (1, 0))
     usual, other = (line_of(another_operation, f"# the {which} call") for which in ("usual", "other"))
     assert found.sentence == (
@@ -179,24 +190,18 @@ DIFFERENT: dict[str, Callable[[int], torch.Tensor]] = {
 
 @pytest.mark.parametrize("text", DIFFERENT)
 def test_the_rank_with_another_size_or_dtype_is_named(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
-    found = verdict_on(lambda rank: dist.all_reduce(DIFFERENT[text](rank)), 3, tmp_path, monkeypatch)
+    found = recorded(lambda rank: dist.all_reduce(DIFFERENT[text](rank)), 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number) == ("mismatch", (1,), (1, 0))
     assert text in found.sentence.partition("rank 1 made ")[2].partition(" at ")[0]
 
 
-def test_two_ranks_that_differ_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(lambda rank: dist.all_reduce(fill(rank, (2 + rank,))), 2, tmp_path, monkeypatch)
+def test_two_ranks_that_differ_are_both_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(lambda rank: dist.all_reduce(fill(rank, (2 + rank,))), 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number) == ("mismatch", (0, 1), (1, 0))
-
-
-def calls_in_order(orders: dict[int, str], rank: int) -> None:
-    calls = {"a": lambda: dist.all_reduce(fill(rank, (3,))), "b": lambda: dist.broadcast(fill(rank, (2,)), 0)}
-    calls["c"] = dist.barrier
-    for letter in orders.get(rank, "abc"):
-        with suppress(dist.MismatchError):
-            calls[letter]()
 
 
 ORDERS = {
@@ -208,7 +213,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_calls_in_another_order_left_out_or_added_are_recognized(
-    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
     def program(rank: int) -> None:
         with suppress(dist.DistBackendError):
@@ -216,7 +221,7 @@ def test_calls_in_another_order_left_out_or_added_are_recognized(
         flight_recorder.dump()
 
     kind, words = ORDERS[order]
-    found = verdict_on(program, 3, tmp_path, monkeypatch)
+    found = recorded(program, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number) == (kind, (1,), (1, 0))
     assert found.sentence.startswith(words)
 
@@ -241,13 +246,6 @@ def test_another_call_among_equal_ones_is_no_additional_one() -> None:
 # ---- deaths and exceptions
 
 
-def dies(rank: int) -> None:
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(fill(rank, (7,)))  # where it is missed
-
-
 def test_a_dead_rank_is_named_with_its_end_and_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdict_on(dies, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number) == ("died", (1,), (2, 0))
@@ -258,39 +256,13 @@ def test_a_dead_rank_is_named_with_its_end_and_the_call(tmp_path: Path, monkeypa
     assert found.sentence.startswith(start) and found.sentence.endswith("was killed by SIGKILL).")
 
 
-def dies_and_survivors_raise_their_own(rank: int) -> None:
-    try:
-        dies(rank)
-    except dist.DistError as error:
-        failure = RuntimeError("step 2 failed")
-        failure.__cause__ = error
-        flight_recorder.dump_failure(failure)
-        raise failure from error
-
-
 def test_a_death_is_named_though_survivors_raised_their_own_exceptions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
     """Once the verdict was that a survivor raised RuntimeError."""
-    found = verdict_on(dies_and_survivors_raise_their_own, 3, tmp_path, monkeypatch)
+    found = recorded(dies_and_survivors_raise_their_own, 3, tmp_path, monkeypatch)
     assert read_directory(tmp_path).ranks[0].error == "RuntimeError: step 2 failed"
     assert (found.kind, found.ranks, found.number) == ("died", (1,), (2, 0))
-
-
-def gives_up_and_raises_its_own(folder: Path, rank: int) -> None:
-    """Rank 1 is in other code; the others stop waiting before the call's time-out, and fail because of that."""
-    if rank == 1:
-        for other in (0, 2):
-            wait_for_file(folder / f"rank{other}.json")
-        os._exit(flight_recorder.dump() is None)
-    work = dist.all_reduce(fill(rank, (7,)), async_op=True)
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except dist.DistBackendError as error:
-        failure = ValueError("step 1 failed")
-        failure.__cause__ = error
-        flight_recorder.dump_failure(failure)
-        raise failure from error
 
 
 def test_a_rank_that_others_stopped_waiting_for_is_behind_though_they_raised_their_own_exceptions(
@@ -311,7 +283,7 @@ def test_exceptions_that_are_tied_into_a_ring_have_no_cause() -> None:
 
 
 def test_an_exception_that_ended_the_group_is_named_before_those_that_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
     def program(rank: int) -> None:
         if rank == 1:
@@ -322,12 +294,12 @@ def test_an_exception_that_ended_the_group_is_named_before_those_that_followed(
             flight_recorder.dump_failure(RuntimeError("step 1 failed"))
             raise
 
-    found = verdict_on(program, 2, tmp_path, monkeypatch)
+    found = recorded(program, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("raised", (1,)) and "no data" in found.sentence
 
 
 def test_a_dead_sender_is_named_and_ranks_without_dumps_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
     def program(rank: int) -> None:
         dist.barrier()
@@ -336,44 +308,24 @@ def test_a_dead_sender_is_named_and_ranks_without_dumps_are_not(
         if rank == 0:
             dist.recv(torch.zeros(7), 1)
 
-    found = verdict_on(program, 3, tmp_path, monkeypatch)
+    found = recorded(program, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number) == ("died", (1,), None)
     assert found.sentence.startswith("Rank 1 died: rank 0 failed in recv(src=1, tag=0) of float32 [7] at ")
 
 
-def raises(rank: int) -> None:
-    try:
-        if rank == 2:
-            torch.ones(2) @ torch.ones(3)  # the cause
-    except RuntimeError as error:
-        flight_recorder.dump_failure(error)
-        raise
-    dist.all_reduce(fill(rank, (7,)))
-
-
 def test_a_rank_that_raised_is_named_before_those_that_it_aborted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
-    found = verdict_on(raises, 3, tmp_path, monkeypatch)
+    found = recorded(raises, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("raised", (2,))
     assert found.sentence.startswith("Rank 2 raised RuntimeError: ")
     assert found.sentence.endswith(f" at {line_of(raises, '# the cause')}.")
 
 
-def comes_late(rank: int) -> None:
-    group, world = dist.new_group(timeout=SOON), dist.group.WORLD
-    assert world is not None
-    if rank == 1:
-        world.store.wait(["gone"])
-    try:
-        dist.all_reduce(fill(rank, (5,)), group=group)
-        flight_recorder.dump()
-    finally:
-        world.store.set("gone", "")
-
-
-def test_a_rank_that_comes_after_the_time_out_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(comes_late, 3, tmp_path, monkeypatch)
+def test_a_rank_that_comes_after_the_time_out_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(comes_late, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks, found.number, found.group) == ("late", (1,), (0, 0), "group 1")
 
 
@@ -408,8 +360,10 @@ def test_the_verdict_on_a_wrong_type_says_which_type() -> None:
     )
 
 
-def test_nothing_is_said_of_ranks_that_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(lambda rank: flight_recorder.dump() and None, 3, tmp_path, monkeypatch)
+def test_nothing_is_said_of_ranks_that_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(lambda rank: flight_recorder.dump() and None, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("nothing", ())
     (tmp_path / "rank2.json").unlink()
     found = find_verdict(read_directory(tmp_path))
@@ -419,7 +373,9 @@ def test_nothing_is_said_of_ranks_that_agree(tmp_path: Path, monkeypatch: pytest
 # ---- another backend
 
 
-def test_a_mismatch_that_hangs_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_that_hangs_gloo_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
     def program(rank: int) -> None:
         tensor = fill(rank, (4,))
         work = dist.all_reduce(tensor, async_op=True) if rank else dist.broadcast(tensor, 0, async_op=True)
@@ -428,7 +384,7 @@ def test_a_mismatch_that_hangs_gloo_is_named(tmp_path: Path, monkeypatch: pytest
             wait_for_file(tmp_path / f"rank{other}.json")
         os._exit(work is None)
 
-    found = verdict_on(program, 3, tmp_path, monkeypatch, backend="gloo")
+    found = recorded(program, 3, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks, found.number) == ("mismatch", (0,), (1, 0))
 
 
@@ -445,12 +401,6 @@ def test_a_mismatch_that_gloo_accepts_is_named_by_the_dumps_of_ranks_that_left(
     assert (found.kind, found.ranks, found.number) == ("mismatch", (2,), (1, 0)), found.sentence
 
 
-def leaves_before_the_last_call(rank: int) -> None:
-    if rank != 1:
-        dist.all_reduce(fill(rank, (4,)))
-    dist.destroy_process_group()  # where it leaves
-
-
 def test_a_rank_that_left_on_gloo_is_behind_and_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the verdict was that it died."""
     found = verdict_on(leaves_before_the_last_call, 3, tmp_path, monkeypatch, backend="gloo")
@@ -461,7 +411,7 @@ def test_a_rank_that_left_on_gloo_is_behind_and_not_dead(tmp_path: Path, monkeyp
     )
 
 
-def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose) -> None:
     def program(rank: int) -> None:
         work = dist.all_reduce(fill(rank, (4,)), async_op=True) if rank != 1 else None
         flight_recorder.dump()
@@ -469,19 +419,21 @@ def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             wait_for_file(tmp_path / f"rank{other}.json")
         os._exit(work is None)
 
-    found = verdict_on(program, 3, tmp_path, monkeypatch, backend="gloo")
+    found = recorded(program, 3, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks, found.number) == ("behind", (1,), (1, 0))
     assert "rank 1 made call 0 last, all_reduce(reduction=sum) of float32 [3]," in found.sentence
 
 
-def test_a_dead_rank_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_rank_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose) -> None:
     """Once the verdict was that a rank died."""
-    found = verdict_on(dies, 5, tmp_path, monkeypatch, backend="gloo")
+    found = recorded(dies, 5, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks) == ("died", (1,))
     assert found.sentence.startswith("Rank 1 died: ") and "was killed by SIGKILL" in found.sentence
 
 
-def test_a_rank_that_others_gave_up_on_gloo_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_others_gave_up_on_gloo_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
     """Once the verdict was that rank 0 raised torch's error on a time-out."""
 
     def program(rank: int) -> None:
@@ -492,7 +444,7 @@ def test_a_rank_that_others_gave_up_on_gloo_is_behind(tmp_path: Path, monkeypatc
             os._exit(flight_recorder.dump() is None)
         dist.all_reduce(fill(rank, (4,)), group=group)
 
-    found = verdict_on(program, 5, tmp_path, monkeypatch, backend="gloo")
+    found = recorded(program, 5, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks) == ("behind", (3,)), found.sentence
 
 
@@ -628,40 +580,24 @@ def test_the_members_of_a_large_group_are_listed_once_for_each_rank(monkeypatch:
 # ---- what the errors of real ranks name
 
 
-def dies_in_a_subgroup(rank: int) -> None:
-    group = dist.new_group([1, 2])
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        dist.all_reduce(fill(rank, (4,)), group=group)
-
-
-def test_a_dead_rank_of_a_subgroup_has_its_global_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(dies_in_a_subgroup, 3, tmp_path, monkeypatch)
+def test_a_dead_rank_of_a_subgroup_has_its_global_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(dies_in_a_subgroup, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("died", (2,)) and found.sentence.startswith("Rank 2 died: rank 1 failed in ")
 
 
-def leaves(rank: int) -> None:
-    if rank == 1:
-        dist.destroy_process_group()
-    else:
-        dist.barrier()
-
-
-def test_a_rank_that_destroyed_the_group_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(leaves, 2, tmp_path, monkeypatch)
+def test_a_rank_that_destroyed_the_group_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(leaves, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("behind", (1,)) and found.sentence.endswith("; rank 1 destroyed the group.")
 
 
-def ends(rank: int) -> None:
-    if rank == 1:
-        world.current().exit()
-    else:
-        dist.barrier()
-
-
-def test_a_rank_whose_program_ended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdict_on(ends, 2, tmp_path, monkeypatch)
+def test_a_rank_whose_program_ended_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
+) -> None:
+    found = recorded(ends, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("behind", (1,))
     # The exit code follows if the kernel knows it by then.
     assert "; rank 1 ended its program without destroying the group" in found.sentence
@@ -701,17 +637,10 @@ def test_the_line_of_an_earlier_failed_call_is_not_made_up() -> None:
     assert found.sentence.endswith(": ranks 0 and 1 made all_reduce, rank 2 made all_reduce at train.py:4 in step.")
 
 
-def raises_without_a_dump(rank: int) -> None:
-    if rank == 1:
-        world.current().abort_with(KeyError("my bug"))
-    else:
-        dist.barrier()  # where it fails
-
-
 def test_a_rank_that_raised_and_left_no_dump_is_named_with_its_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
-    found = verdict_on(raises_without_a_dump, 2, tmp_path, monkeypatch)
+    found = recorded(raises_without_a_dump, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("raised", (1,))
     assert found.sentence == (
         "Rank 1 aborted: its program ended with KeyError: 'my bug'. Rank 0 failed in barrier() of group 'world' at "
@@ -719,16 +648,10 @@ def test_a_rank_that_raised_and_left_no_dump_is_named_with_its_exception(
     )
 
 
-def fails_outside(rank: int) -> None:
-    """Rank 0 fails in a call that no recorder has, such as one of a program's own store."""
-    if rank == 0:
-        flight_recorder.dump_failure(dist.RankStalledError("get: rank 1 set nothing").naming([1]), rank)
-
-
 def test_a_rank_that_is_missing_in_a_call_that_is_not_recorded_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
-    found = verdict_on(fails_outside, 2, tmp_path, monkeypatch)
+    found = recorded(fails_outside, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("failed", (1,))
     assert found.sentence.startswith("Rank 0 failed, rank 0 first: RankStalledError: get: rank 1 set")
 
@@ -749,24 +672,6 @@ IN_STORE: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
-def waits_in_the_store(call: Callable[[], object], folder: Path, pipe: tuple[int, int], pids: Path, rank: int) -> None:
-    """Ranks 0 and 2 make a call through the store twice, rank 1 once."""
-    call()
-    if rank == 1:
-        pids.write_text(str(os.getpid()))
-        dist.barrier()
-        blocked_in_the_system(pipe[0])
-        return
-    dist.barrier()
-    try:
-        call()
-    finally:
-        if rank == 2:
-            list(flight_recorder.request([int(pids.read_text())]))
-            wait_for_file(folder / "rank1.json")
-            os.write(pipe[1], b"x")
-
-
 @pytest.mark.parametrize("name", IN_STORE)
 def test_a_rank_that_is_missing_in_a_call_through_the_store_is_named_with_its_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -782,25 +687,13 @@ def test_a_rank_that_is_missing_in_a_call_through_the_store_is_named_with_its_li
     assert end.endswith(f"; rank 1 has called {op} only once; it is at {where}.")
 
 
-def waits_for_an_excluded_rank(folder: Path, rank: int) -> None:
-    """Rank 2 waits for a message of rank 0, which waits for rank 2 in a shrink without rank 1."""
-    dist.new_group(timeout=SOON)
-    group = dist.new_group(timeout=SOON)
-    if rank == 0:
-        dist.shrink_group([1], group)
-    elif rank == 2:
-        dist.recv(torch.zeros(3), 0, group=group)
-    else:
-        wait_for_file(folder / "rank0.json")
-
-
 def test_a_rank_that_waits_in_another_call_than_the_store_is_part_of_a_deadlock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Diagnose
 ) -> None:
-    found = verdict_on(partial(waits_for_an_excluded_rank, tmp_path), 3, tmp_path, monkeypatch)
+    found = recorded(partial(waits_for_an_excluded_rank, tmp_path), 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("deadlock", (0, 2))
-    assert "rank 0 waits in shrink_group(ranks_to_exclude=[1]) at test_verdict.py:" in found.sentence
-    assert "rank 2 waits in recv(src=0, tag=0) of float32 [3] at test_verdict.py:" in found.sentence
+    assert "rank 0 waits in shrink_group(ranks_to_exclude=[1]) at failing_programs.py:" in found.sentence
+    assert "rank 2 waits in recv(src=0, tag=0) of float32 [3] at failing_programs.py:" in found.sentence
 
 
 def in_store(rank: int, awaited: tuple[int, ...], state: str, number: int = 0, text: str = "new_group(…)") -> Event:

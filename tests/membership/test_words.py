@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchdist_ref as dist
-from tests.debug import test_verdict as programs
+from tests.debug import failing_programs as programs
+from tests.debug.test_verdict import verdict_on
 from torchdist_ref.membership import words
 from torchdist_ref.membership.events import (
     ABORTED,
@@ -113,7 +114,7 @@ def test_the_verdict_is_the_same_without_the_sentences(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, size, backend, kind, ranks = DIAGNOSED[name]
-    found = programs.verdict_on(program, size, tmp_path, monkeypatch, backend)
+    found = verdict_on(program, size, tmp_path, monkeypatch, backend)
     assert (found.kind, found.ranks) == (kind, ranks), found.sentence
 
 
