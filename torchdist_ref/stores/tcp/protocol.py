@@ -30,13 +30,13 @@ MAGIC = 0x3C85F7CE
 FRAMED = 0x81
 MAX_KEYS = 131072
 MAX_MESSAGE_BYTES = 12 * 2**20
+# Size of the random number by which clients distinguish servers.
 IDENTITY_BYTES = 16
-"""Size of the random number by which clients distinguish servers."""
+# Limit of fields in replies: a client limits the whole reply.
 UNLIMITED = 2**40
-"""Limit of fields in replies: a client limits the whole reply."""
 MANY_VALUES = 1024
+# Size up to which a reply is copied together and sent at once.
 WHOLE_REPLY_BYTES = 64 * 1024
-"""Size up to which a reply is copied together and sent at once."""
 MEMORY_VARIABLE = "TORCHDIST_REF_STORE_MEMORY"
 DEFAULT_MEMORY_MIB = 256
 

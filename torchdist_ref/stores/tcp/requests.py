@@ -288,9 +288,10 @@ class RequestHandler:
 
     def _respond(self, client: StoreClient, request: Request, reply: tuple[Any, ...]) -> None:
         pieces = protocol.response_to(request, reply)
+        # The client waits for this. If its connection is broken, the poller reports that later, in another step.
+        client.send(pieces)
         if request.number is not None and client.session is not None and not request.operation.idempotent:
             self.sessions.keep(client.session, pieces)
-        client.send(pieces)
 
     def _refuse(self, client: StoreClient, request: Request, error: ArgumentError) -> None:
         if request.number is None:
