@@ -45,9 +45,6 @@ from torchdist_ref.errors import (
     UnsupportedError,
     explain,
 )
-from torchdist_ref.membership.blame import Wait, blame
-from torchdist_ref.membership.events import Aborted, decode, encode
-from torchdist_ref.membership.words import error_of
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.torch_internals.torch_modes import outside_modes
@@ -179,6 +176,11 @@ class Mpi(Backend):
 
     def _failure(self) -> BaseException | None:
         """Return the error of a member that has aborted the group, if any."""
+        # Only a group that fails needs these.
+        from torchdist_ref.membership.blame import Wait, blame
+        from torchdist_ref.membership.events import decode
+        from torchdist_ref.membership.words import error_of
+
         m, event = self._membership, decode(self._store.get_if_present("aborted") or b"")
         found = None if event is None else blame([event], m.members, Wait.FAILED_CALL)
         return None if found is None else error_of(found, self._location(), m.members)
@@ -288,6 +290,8 @@ class Mpi(Backend):
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`. Waiting members read the key from time to time."""
+        from torchdist_ref.membership.events import Aborted, encode
+
         m = self._membership
         self._store.set("aborted", encode(Aborted(m.members[m.rank], text=reason)))
 
