@@ -373,7 +373,6 @@ class StagedRounds:
         scratch = [slot for slot in plan.slots if slot[0] == "tmp"]
         self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in scratch}
         self._maker = StepMaker(plan)
-        self._smallest = min((plan.sizes.of(m.src, m.read) for moves in plan.rounds for m in moves), default=0)
         # With one round nobody needs to release: a rank that announces its next call has read this one's data, and the
         # next call is written elsewhere.
         self._flow_control = plan.carries_data and max(len(plan.rounds), len(plan.windows)) > 1
@@ -399,7 +398,7 @@ class StagedRounds:
             location: Location of the first round in the staging buffers, the same on every rank.
         """
         # Full windows after the first one differ in nothing but the element with which they begin.
-        key = (-1 if 0 < begin <= self._smallest - self.plan.window else begin, location)
+        key = (-1 if 0 < begin <= self.plan.smallest - self.plan.window else begin, location)
         found = self._compiled.get(key)
         if found is None:
             numbers = range(len(self.plan.rounds))
@@ -421,7 +420,7 @@ class StagedRounds:
         handshake = number == 0 and begin == 0
         sources, targets = plan.sources[number], plan.targets[number]
         slots = StagedSlots(self, location)
-        moves = [move for move in plan.rounds[number] if move.dst == plan.rank] if plan.carries_data else []
+        moves = plan.moves_into(number) if plan.carries_data else ()
         return CompiledRound(
             writes=tuple(self._writes(number, begin, slots)),
             signals=tuple(

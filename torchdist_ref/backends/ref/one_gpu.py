@@ -86,7 +86,7 @@ class DevicePath(ZeroCopyPath):
         """See `ZeroCopyPath.compile`. Phase n writes window n and reads window n - 1."""
         plan, slots = self.plan, DeviceSlots(self, self._buffers.found[locations])
         maker, begins = StepMaker(plan, on_device=True), range(0, plan.sizes.largest, self.window)
-        moves = [move for move in plan.rounds[0] if move.dst == plan.rank]
+        moves = plan.moves_into(0)
         phases: list[list[Step]] = [[] for _ in range(len(begins) + 1)]
         for number, begin in enumerate(begins):
             for slot in plan.staged[0].get(plan.rank, ()):

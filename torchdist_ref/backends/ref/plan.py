@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torchdist_ref.calls import IN_PLACE, Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.recorder import Operands
 from torchdist_ref.schedules import catalogue
-from torchdist_ref.schedules.schedule import Move, Schedule, Slot
+from torchdist_ref.schedules.schedule import Move, Round, Schedule, Slot
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ZERO_COPY_BITS, Announcement
 
@@ -86,6 +86,11 @@ class Sizes:
     def stride(self) -> int:
         """Elements from one chunk to the next."""
         return -(-self.blocks[0] // max(1, self.chunks))
+
+    @property
+    def smallest(self) -> int:
+        """Elements of the smallest slot, where ranks need not exchange the sizes."""
+        return self.chunk(self.chunks - 1) if self.op in IN_PLACE else min(self.blocks, default=0)
 
     @property
     def largest(self) -> int:
@@ -166,24 +171,53 @@ class Plan:
         return _is_not_conjugate if self.dtype.is_complex else _is_not_negative
 
     @cached_property
-    def rounds(self) -> tuple[tuple[Move, ...], ...]:
+    def rounds(self) -> Sequence[Round]:
         """The schedule's rounds, without the moves that carry nothing for tensors of this size."""
-        return tuple(tuple(m for m in moves if self._carries(m)) for moves in self.schedule.rounds)
+        if self._all_carry:
+            return self.schedule.rounds
+        return tuple(tuple(m for m in moves if self.sizes.of(m.src, m.read) > 0) for moves in self.schedule.rounds)
 
     @property
     def carries_data(self) -> bool:
         """Whether there is anything to move; else the call only synchronizes the ranks."""
         return self.schedule.chunks > 0
 
-    def _carries(self, move: Move) -> bool:
-        """Return whether a move carries any bytes: a block of an uneven call may be empty."""
-        return not self.carries_data or self.sizes.of(move.src, move.read) > 0
+    @property
+    def _all_carry(self) -> bool:
+        """Whether each move carries some bytes, as far as that is known without a look at the moves."""
+        sizes = self.sizes
+        if not self.carries_data:
+            return True
+        return (
+            not sizes.pairs
+            and min(sizes.blocks) > 0
+            and (sizes.op not in IN_PLACE or sizes.chunk(sizes.chunks - 1) > 0)
+        )
+
+    @cached_property
+    def _indexed(self) -> Sequence[IndexedRound]:
+        """The rounds with their moves by rank. Those of all ranks are looked through once, not once for each peer."""
+        return _indexed_rounds(self.schedule) if self._all_carry else tuple(map(_indexed, self.rounds))
+
+    def moves_into(self, number: int) -> Sequence[Move]:
+        """Return the moves of a round that end on this rank, in listed order."""
+        return self._indexed[number].into.get(self.rank, ())
+
+    @cached_property
+    def smallest(self) -> int:
+        """Elements of the smallest slot that a move reads."""
+        if self._all_carry:
+            return self.sizes.smallest if self.carries_data else 0
+        return min((self.sizes.of(move.src, move.read) for moves in self.rounds for move in moves), default=0)
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """The slots of this rank that the schedule touches, in order."""
-        ends = ((r, s) for moves in self.rounds for m in moves for r, s in ((m.src, m.read), (m.dst, m.write)))
-        return tuple(sorted({slot for rank, slot in ends if rank == self.rank}))
+        touched: set[Slot] = set()
+        for moves in self._indexed:
+            touched.update(move.write for move in moves.into.get(self.rank, ()))
+            touched.update(move.read for sent in moves.out_of.get(self.rank, {}).values() for move in sent)
+        return tuple(sorted(touched))
 
     @cached_property
     def results(self) -> tuple[Slot, ...]:
@@ -193,22 +227,25 @@ class Plan:
     @cached_property
     def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
         """For each round and rank: the slots that the rank writes into its staging buffer, in order."""
-        return tuple(map(_staged, self.rounds))
+        return tuple(moves.staged for moves in self._indexed)
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """For each round: the peers from which this rank reads."""
-        return tuple(self._unique(m.src for m in moves if m.dst == self.rank != m.src) for moves in self.rounds)
+        into = (moves.into.get(self.rank, ()) for moves in self._indexed)
+        return tuple(self._unique(move.src for move in moves if move.src != self.rank) for moves in into)
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
         """For each round: the peers that read from this rank."""
-        return tuple(self._unique(m.dst for m in moves if m.src == self.rank != m.dst) for moves in self.rounds)
+        return tuple(
+            tuple(peer for peer in moves.out_of.get(self.rank, ()) if peer != self.rank) for moves in self._indexed
+        )
 
     @cached_property
     def arrivals(self) -> tuple[tuple[tuple[Slot, list[Move]], ...], ...]:
         """For each round: the slots of this rank that change, each with the moves that end there, in order."""
-        return tuple(tuple(arrivals_by_slot(m for m in moves if m.dst == self.rank)) for moves in self.rounds)
+        return tuple(tuple(arrivals_by_slot(moves.into.get(self.rank, ()))) for moves in self._indexed)
 
     @cached_property
     def most_staged(self) -> int:
@@ -249,7 +286,7 @@ class Plan:
 
     def staged_for(self, number: int, peer: int, begin: int) -> list[tuple[int, int]]:
         """Return (offset, bytes) of the staged slots that a peer reads in a round of a window."""
-        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (self.rank, peer) and self.carries_data]
+        moves = self._indexed[number].out_of.get(self.rank, {}).get(peer, ()) if self.carries_data else ()
         size = self.dtype.itemsize
         return [
             (self.staging_offset(number, self.rank, slot), self.length(self.rank, slot, begin) * size)
@@ -268,6 +305,35 @@ def arrivals_by_slot(moves: Iterable[Move]) -> Iterable[tuple[Slot, list[Move]]]
     for move in moves:
         found.setdefault(move.write, []).append(move)
     return found.items()
+
+
+class IndexedRound(NamedTuple):
+    """Moves of one round, found by rank.
+
+    Attributes:
+        into: Moves that end on each rank, in listed order.
+        out_of: Moves that begin on each rank, by the rank on which they end.
+        staged: Slots that each rank writes into its staging buffer, in order.
+    """
+
+    into: dict[int, list[Move]]
+    out_of: dict[int, dict[int, list[Move]]]
+    staged: dict[int, tuple[Slot, ...]]
+
+
+def _indexed(moves: Sequence[Move]) -> IndexedRound:
+    into: dict[int, list[Move]] = {}
+    out_of: dict[int, dict[int, list[Move]]] = {}
+    for move in moves:
+        into.setdefault(move.dst, []).append(move)
+        out_of.setdefault(move.src, {}).setdefault(move.dst, []).append(move)
+    return IndexedRound(into, out_of, _staged(moves))
+
+
+@lru_cache(maxsize=32)
+def _indexed_rounds(schedule: Schedule) -> tuple[IndexedRound, ...]:
+    """Return the rounds of a schedule by rank. `catalogue.build` returns one object for equal arguments."""
+    return tuple(map(_indexed, schedule.rounds))
 
 
 def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
