@@ -35,6 +35,7 @@ OTHERS = (
     distributed.DistributedDataParallel,
     optimizer_overlap_hooks,
     torch.Tensor,
+    torch.cuda,
     torch.ops,
     torch._C._distributed_c10d.Backend.Options,
     namedtuple("Empty", ()),
