@@ -87,7 +87,7 @@ def first_paragraph(page: Path) -> str:
         for kind in ("md", "rst")
         for path in sorted(pages.DOCS.rglob(f"*.{kind}"))
         if path.name not in ("404.md", "changelog.md")
-        and not {"_build", "_generated"} & set(path.relative_to(pages.DOCS).parts)
+        and not {"_build", "_generated", "changes"} & set(path.relative_to(pages.DOCS).parts)
     ],
     ids=lambda path: str(path.relative_to(pages.DOCS)),
 )
