@@ -19,11 +19,14 @@ CONSTANTS = {
     ("explanation/agents.md", "0.3 seconds"),
     ("how-to/benchmark.md", "95 %"),
     ("how-to/benchmark.md", "1 times"),
+    ("explanation/one_group.md", "5 seconds"),
     ("how-to/my_job_hangs.md", "30 minutes"),
     ("how-to/notebook.md", "30 seconds"),
     ("how-to/several_hosts.md", "10 seconds"),
     ("how-to/several_hosts.md", "15 minutes"),
     ("how-to/several_hosts.md", "30 seconds"),
+    ("how-to/simulate_ranks.md", "10 seconds"),
+    ("how-to/simulate_ranks.md", "30 minutes"),
     ("reference/distributed/initialization.rst", "30 minutes"),
 }
 PAGES = [

@@ -101,7 +101,7 @@ class Slow(Fault):
 
 @dataclass(frozen=True)
 class Cut(Fault):
-    """Cut of the network between some ranks and all others. What they send each other arrives when it heals.
+    """Cut of the network between some ranks and all others. Messages between them arrive when it heals.
 
     Args:
         some: The ranks.

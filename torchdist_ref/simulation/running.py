@@ -48,7 +48,7 @@ class SimulatedRun:
     """Outcome of a run in which no rank failed.
 
     Attributes:
-        values: What the program returned on each rank; None for a rank that the plan has killed.
+        values: Result of the program on each rank; None for a rank that the plan has killed.
         times: Virtual time at which each rank returned, in seconds.
         timeline: What happened when.
         digest: Text that two runs share if and only if they had the same order of events and the same times.

@@ -96,8 +96,8 @@ class Task:
         thread: Thread object that `threading.current_thread` returns.
         ident: Identifier of the thread of the operating system; 0 before it runs.
         native_id: The system's number of it.
-        waits_for: What the task waits for, for reports; None while it can run.
-        purpose: What its wait is for, where that is more than what it waits for; for reports.
+        waits_for: Object or text that the task waits for, for reports; None while it can run.
+        purpose: Description of its wait for reports, where `waits_for` says too little; empty otherwise.
         alarmed: Whether something has changed that a wait has to look at again.
         has_ended: Whether its function has returned.
         joiners: Tasks that wait for its end.
@@ -458,7 +458,7 @@ class Scheduler:
             self._over.release()
 
     def finish(self) -> None:
-        """End the threads that are left, one after the other. What they still do reaches nobody."""
+        """End the threads that are left, one after the other. Their last operations reach nobody."""
         self.is_over = True
         end = real_monotonic() + END_SECONDS
         for task in self.tasks:
