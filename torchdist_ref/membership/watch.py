@@ -61,6 +61,7 @@ class MemberWatch:
         store: The same store; its waits fail with the first failure of a member.
         operation: The operation.
 
+    >>> from torchdist_ref.errors import GroupAbortedError
     >>> from torchdist_ref.stores import HashStore
     >>> shared = PrefixStore("group/1", HashStore())
     >>> watches = [MemberWatch(shared, rank, [0, 1], "new_group") for rank in range(2)]
