@@ -83,6 +83,26 @@ def test_a_death_at_any_operation_is_named(call: Callable[[int], None], hosts: t
     assert ends["unknown"] < ends["joined"] > 10, ends
 
 
+def continued(rank: int) -> tuple[int, float]:
+    """Train on the ranks that are left, which get other numbers."""
+    weight, steps = torch.tensor([4.0]), 0
+    while steps < 10:
+        gradient = weight * (1 + rank)
+        try:
+            dist.all_reduce(gradient)
+        except dist.RankDiedError as error:
+            dist.shrink_group(list(error.ranks), shrink_flags=1)
+            continue
+        weight -= 0.01 * gradient
+        steps += 1
+    return dist.get_world_size(), dist.get_rank()
+
+
+def test_the_survivors_of_a_death_continue_under_new_numbers() -> None:
+    result = simulation.run(continued, 4, faults=[Kill(rank=1, operation=150)])
+    assert result.faults and result.values == [(3, 0), None, (3, 1), (3, 2)]
+
+
 def test_a_stopped_rank_continues() -> None:
     def program(rank: int) -> tuple[float, float]:
         dist.all_reduce(tensor := fill(rank, (3,)))

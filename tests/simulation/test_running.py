@@ -324,6 +324,16 @@ def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
+def test_a_run_draws_itself_and_is_a_table() -> None:
+    result = simulation.run(lambda rank: dist.all_reduce(fill(rank, (300,))), 3, network=Network(hosts=(0, 0, 1)))
+    drawn = result._repr_svg_()  # noqa: SLF001 (the name that notebooks call)
+    assert drawn.startswith("<svg") and all(f"rank {rank}" in drawn for rank in range(3))
+    sent = [event for event in result.trace if event.kind == "send"]
+    assert sum(event.nbytes for event in sent) == sum(map(result.timeline.sent_bytes, range(3))) > 1200
+    rows = str(result).splitlines()
+    assert len(rows) == 4 and rows[1].split()[0] == "0" and f"{result.timeline.sent_bytes(0):,}" in rows[1]
+
+
 def test_the_runner_of_tests_has_simulated_ranks() -> None:
     assert run_for_real(every_collective, 3, ranks="simulated", seeds=3) == run_for_real(every_collective, 3)
 

@@ -14,8 +14,8 @@ from torchdist_ref.processes.witness import own_witness
 
 HOST_VARIABLE = "TORCHDIST_REF_HOST_ID"
 _NO_PROC = "no-proc"
-simulated_host: ContextVar[str] = ContextVar("host of a simulated rank", default="")
-"""Host of the calling rank where ranks are simulated; empty elsewhere."""
+simulated_place: ContextVar[tuple[str, int] | None] = ContextVar("place of a simulated rank", default=None)
+"""Host and process of the calling rank where ranks are simulated; None elsewhere."""
 
 
 def process_identity() -> str:
@@ -41,7 +41,8 @@ def host_identity() -> str:
     memory with no other: its text is its own (see `has_no_proc`). ``TORCHDIST_REF_HOST_ID`` overrides the text, which
     lets one machine play several hosts.
     """
-    override = simulated_host.get() or os.environ.get(HOST_VARIABLE)
+    place = simulated_place.get()
+    override = os.environ.get(HOST_VARIABLE) if place is None else place[0]
     if override is not None:
         return override
     try:

@@ -22,18 +22,19 @@ class Wires:
 
     Attributes:
         hosts: Host of each rank.
-        sent: Bytes that each rank has sent.
         cut: Pairs of ranks between which nothing arrives, in both orders.
 
     >>> wires = Wires(Network(alpha=1.0, beta=0.5, hosts=(0, 1, 1), local_alpha=0.25, local_beta=0.0), 3)
     >>> wires.arrival(0.0, 0, 1, 4), wires.arrival(0.0, 0, 2, 4), wires.arrival(0.0, 1, 2, 4)
     (3.0, 6.0, 6.25)
+    >>> wires.arrival(0.0, 2, 0, 0), wires.arrival(0.0, 0, 2, 0)
+    (1.0, 6.0)
     """
 
     def __init__(self, network: Network, size: int) -> None:
         self.network = network
         self.hosts = network.hosts or tuple(range(size))
-        self.sent = [0] * size
+        self._arrived: dict[tuple[int, int], float] = {}
         self.cut: set[tuple[int, int]] = set()
         self._sending, self._receiving = [0.0] * size, [0.0] * size
         self._cards_out = dict.fromkeys(self.hosts, 0.0)
@@ -42,17 +43,19 @@ class Wires:
     def arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
         """Return when a message that a rank sends now arrives, and occupy the network for it."""
         network, here, there = self.network, self.hosts[source], self.hosts[target]
-        self.sent[source] += nbytes
-        if here == there:
+        pair = source, target
+        if not nbytes:
+            end = self.notice(now, source, target)
+        elif here == there:
             start = max(now, self._receiving[target])
-            end = start + network.local_alpha + nbytes * network.local_beta
+            self._receiving[target] = end = start + network.local_alpha + nbytes * network.local_beta
         else:
             start = max(now, self._sending[source], self._receiving[target])
             if network.hosts is not None:
                 start = max(start, self._cards_out[here], self._cards_in[there])
                 self._cards_out[here] = self._cards_in[there] = start + nbytes * network.beta
-            self._sending[source] = end = start + network.alpha + nbytes * network.beta
-        self._receiving[target] = end
+            self._sending[source] = self._receiving[target] = end = start + network.alpha + nbytes * network.beta
+        self._arrived[pair] = end = max(end, self._arrived.get(pair, 0.0))
         return end
 
     def notice(self, now: float, source: int, target: int) -> float:

@@ -19,14 +19,15 @@ import torch
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, explain, rank_names
 from torchdist_ref.groups import world as worlds
-from torchdist_ref.processes.identity import simulated_host
+from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
+from torchdist_ref.schedules.simulate import Trace, TraceEvent
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
 from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task
 from torchdist_ref.simulation.timeline import Timeline
-from torchdist_ref.simulation.world import SimulatedStore, SimulatedWorld, connect
+from torchdist_ref.simulation.world import FIRST_PID, HOST_PREFIX, SimulatedStore, SimulatedWorld, connect
 from torchdist_ref.transports import selection
 
 T = TypeVar("T")
@@ -71,6 +72,21 @@ class SimulatedRun:
     def seconds(self) -> float:
         """Virtual time at which the last rank returned."""
         return max(self.times)
+
+    @property
+    def trace(self) -> Trace:
+        """The messages with data as a value that draws itself, as the trace of a simulated schedule does."""
+        events: list[TraceEvent] = []
+        for each in self.timeline:
+            if each.kind == "sent":
+                peer, nbytes, arrival = each.facts
+                label = f"{nbytes} B"
+                events.append(TraceEvent(each.rank, "send", each.time, arrival, peer, nbytes, label))
+                events.append(TraceEvent(peer, "recv", each.time, arrival, each.rank, nbytes, label))
+        return Trace("simulated run", len(self.times), events, self.seconds)
+
+    def _repr_svg_(self) -> str:
+        return self.trace._repr_svg_()  # noqa: SLF001 (the name that notebooks call)
 
     def __str__(self) -> str:
         lines = [f"{'rank':>5} {'virtual time':>14} {'bytes sent':>12} {'operations':>11}"]
@@ -317,8 +333,8 @@ class _Run:
     @contextmanager
     def _transport(self) -> Iterator[None]:
         row = selection.Transport(
-            lambda endpoints: endpoints[0].host.startswith(b"simulated/"),
-            lambda group: connect(self.world, *group[:5], group.watch),
+            lambda endpoints: endpoints[0].host.startswith(HOST_PREFIX.encode()),
+            lambda group: connect(self.world, group),
         )
         before = selection.TRANSPORTS
         selection.TRANSPORTS = {"simulated": row, **before}
@@ -328,7 +344,7 @@ class _Run:
             selection.TRANSPORTS = before
 
     def _rank(self, rank: int, store: SimulatedStore) -> None:
-        simulated_host.set(f"simulated/{self.wires.hosts[rank]}")
+        simulated_place.set((f"{HOST_PREFIX}{self.wires.hosts[rank]}", FIRST_PID + rank))
         _store_of_run.set(store)
         try:
             with worlds.thread_rank():

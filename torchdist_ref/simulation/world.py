@@ -12,19 +12,20 @@ from typing import Any
 
 from torchdist_ref.backends.ref.tag_matching import PostedReceive, Receiver
 from torchdist_ref.membership.events import KILLED, Ending
-from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.simulation.network import Wires
 from torchdist_ref.simulation.primitives import SimulatedSemaphore
 from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
-from torchdist_ref.stores import HashStore, Store
+from torchdist_ref.stores import HashStore
 from torchdist_ref.stores.base import Text, quote_keys
 from torchdist_ref.timeouts import Deadline
 from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow
+from torchdist_ref.transports.selection import GroupEndpoints
 
-_FIRST_PID = 1000
-"""Number of the process of rank 0 in messages."""
+HOST_PREFIX = "simulated/"
+FIRST_PID = 1000
+"""Number of the process of rank 0."""
 
 
 class SimulatedWorld:
@@ -44,7 +45,7 @@ class SimulatedWorld:
     def __init__(self, scheduler: Scheduler, wires: Wires, size: int) -> None:
         self.scheduler, self.wires, self.size = scheduler, wires, size
         self.segments: dict[str, SimulatedSegment] = {}
-        self.links: dict[int, list[Link]] = {}
+        self.ends: dict[int, list[tuple[Link, SimulatedSegment]]] = {}
         self.dead: dict[int, Ending] = {}
         self.record: Callable[..., None] = lambda rank, kind, *facts: None
         self.on_death: list[Callable[[int], None]] = []
@@ -59,26 +60,26 @@ class SimulatedWorld:
             frame: Frame in which the task waits. Any peer posts the semaphore of a rank that waits for messages, so the
                 receive that it is in says whom it waits for.
         """
-        links = self.links.get(rank, [])
+        ends = self.ends.get(rank, [])
         while frame is not None:
             receive, taker = frame.f_locals.get("receive"), frame.f_locals.get("self")
             if isinstance(receive, PostedReceive) and isinstance(taker, Receiver):
-                source = receive.call.src
-                peers = taker.link.peers if source is None else [source]
-                return [taker.link.members[peer] for peer in peers]
+                source, peers = receive.call.src, taker.link.peers
+                owners = next((segment.owners for link, segment in ends if link is taker.link), ())
+                return [owners[peer] for peer in (peers if source is None else [source])] if owners else []
             frame = frame.f_back
-        found = [link.members[peer] for link in links if (peer := link.row.waiting_for(None)) is not None]
+        waiting = ((segment, link.row.waiting_for(None)) for link, segment in ends)
+        found = {segment.owners[peer] for segment, peer in waiting if peer is not None}
         source = getattr(waits_for, "source", None)
-        return sorted(set(found)) or ([] if source is None else [source])
+        return sorted(found) or ([] if source is None else [source])
 
     def share_waits(self) -> None:
         """Let all ranks see for whom each waits, as they do in memory that they share, and over a network in time."""
-        for links in self.links.values():
-            for link in links:
-                peer = link.row.waiting_for(None)
-                if peer is not None and isinstance(link.segment, SimulatedSegment):
+        for ends in self.ends.values():
+            for link, segment in ends:
+                if (peer := link.row.waiting_for(None)) is not None:
                     for rank in range(link.size):
-                        link.segment.row_of(link.rank, rank).set_waiting_for(peer)
+                        segment.row_of(link.rank, rank).set_waiting_for(peer)
 
     def kill(self, rank: int) -> None:
         """Kill a rank, as SIGKILL does: it does nothing any more, and the others learn it from the system."""
@@ -90,7 +91,7 @@ class SimulatedWorld:
 
         def known() -> None:
             self.dead[rank] = Ending(
-                KILLED, _FIRST_PID + rank, f"simulated host {self.wires.hosts[rank]}", signal.SIGKILL
+                KILLED, FIRST_PID + rank, f"simulated host {self.wires.hosts[rank]}", signal.SIGKILL
             )
             for react in self.on_death:
                 react(rank)
@@ -109,24 +110,25 @@ class SimulatedSegment(CommonSegment):
     rank has a copy of the table, and a change arrives with the semaphore that carries it, never before an earlier one.
 
     Attributes:
+        owners: Rank of the run behind each rank of the group. Groups may number their members anew.
         tables: Copy of the status table of each rank.
     """
 
     kind = "threads"
 
-    def __init__(self, world: SimulatedWorld, layout: SegmentLayout, members: Sequence[int]) -> None:
-        self._world, self._members = world, tuple(members)
+    def __init__(self, world: SimulatedWorld, layout: SegmentLayout, owners: Sequence[int]) -> None:
+        self._world, self.owners = world, tuple(owners)
         self.buffer = mmap.mmap(-1, layout.nbytes)
         self.bytes = memoryview(self.buffer)
         self._semaphores: dict[int, SimulatedSemaphore] = {}
         self._first_row, self._end_of_rows = layout.status_row(0), layout.status_row(layout.size)
         # One for each rank, which writes may reach before it has connected itself.
-        self.tables = [bytearray(self._end_of_rows - self._first_row) for _ in members]
+        self.tables = [bytearray(self._end_of_rows - self._first_row) for _ in owners]
 
     def join(self, rank: int) -> tuple[StatusRow, ...]:
         """Return the rows of the status table as a rank sees them."""
         table = self.tables[rank]
-        return tuple(StatusRow(memoryview(table), r * ROW_BYTES) for r in range(len(self._members)))
+        return tuple(StatusRow(memoryview(table), r * ROW_BYTES) for r in range(len(self.owners)))
 
     def row_of(self, rank: int, seen_by: int) -> StatusRow:
         """Return the row of a rank in another rank's copy of the table."""
@@ -143,7 +145,7 @@ class SimulatedSegment(CommonSegment):
         at = layout.semaphore(kind, source, target)
         found = self._semaphores.get(at)
         if found is None:
-            posted_by = None if kind == "doorbell" else self._members[source]
+            posted_by = None if kind == "doorbell" else self.owners[source]
             found = self._semaphores[at] = SimulatedSemaphore(self._world.scheduler, posted_by, kind)
         return found
 
@@ -151,7 +153,9 @@ class SimulatedSegment(CommonSegment):
         self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
     ) -> Callable[[], Any]:
         """See `Segment.make_signal`. The semaphore is posted when the bytes have arrived."""
-        world, nbytes, to = self._world, sum(size for _, size in ranges), self._members[target]
+        world, to = self._world, self.owners[target]
+        # Rows of the status table are announcements; what lies behind them are data.
+        nbytes = sum(size for offset, size in ranges if offset >= self._end_of_rows)
         scheduler, wires = world.scheduler, world.wires
         alarm = kind == "status"
 
@@ -159,7 +163,7 @@ class SimulatedSegment(CommonSegment):
             scheduler.step()
             task = current_task()
             source = to if task is None else task.owner
-            rows = self._snapshot(self._members.index(source), ranges) if ranges else []
+            rows = self._snapshot(self.owners.index(source), ranges) if ranges else []
 
             def arrive() -> None:
                 if wires.is_cut(source, to):
@@ -185,50 +189,43 @@ class SimulatedSegment(CommonSegment):
 class SimulatedLiveness:
     """`Liveness` of simulated ranks: those that the plan has killed, once the others can know it."""
 
-    def __init__(self, world: SimulatedWorld, members: Sequence[int]) -> None:
-        self._world, self._members = world, members
+    def __init__(self, world: SimulatedWorld, owners: Sequence[int]) -> None:
+        self._world, self._owners = world, owners
 
     def dead(self) -> list[int]:
         """See `Liveness.dead`."""
-        return [rank for rank, member in enumerate(self._members) if member in self._world.dead]
+        return [rank for rank, owner in enumerate(self._owners) if owner in self._world.dead]
 
     def ending(self, rank: int) -> Ending | None:
         """See `Liveness.ending`."""
-        return self._world.dead.get(self._members[rank])
+        return self._world.dead.get(self._owners[rank])
 
     def close(self) -> None:
         """See `Liveness.close`."""
 
 
-def connect(
-    world: SimulatedWorld,
-    store: Store,
-    rank: int,
-    members: Sequence[int],
-    name: str,
-    timeout: float,
-    watch: MemberWatch | None = None,
-) -> Link:
-    """Connect a rank to the others of its group. Arguments and result as in `transports.threads.connect`."""
+def connect(world: SimulatedWorld, group: GroupEndpoints) -> Link:
+    """Connect a rank to the others of its group, as `transports.selection.Transport.connect`."""
+    rank, members = group.rank, group.members
+    owners = tuple(int(endpoint.process) - FIRST_PID for endpoint in group.endpoints)
     layout = SegmentLayout(len(members), window=256 * 1024, cells=2, mailbox_bytes=0)
-    key = store_key = f"segment of {name}"
     if rank:
-        segment = world.segments[store.get(store_key).decode()]
+        segment = world.segments[group.store.get("segment").decode()]
     else:
-        key = f"{name}, {len(world.segments)}"
-        segment = world.segments[key] = SimulatedSegment(world, layout, members)
-        store.set(store_key, key)
-    link = Link(segment, layout, rank, members, name, timeout)
+        key = f"{group.name}, {len(world.segments)}"
+        segment = world.segments[key] = SimulatedSegment(world, layout, owners)
+        group.store.set("segment", key)
+    link = Link(segment, layout, rank, members, group.name, group.timeout)
     link.spins = link.yields = 0
-    link.liveness = SimulatedLiveness(world, members)
+    link.liveness = SimulatedLiveness(world, owners)
     link.rows = segment.join(rank)
     link.row = link.rows[rank]
-    hosts = tuple(world.wires.hosts[member] for member in members)
+    hosts = tuple(world.wires.hosts[owner] for owner in owners)
     link.hosts = hosts if len(set(hosts)) > 1 else None
     link.row.join(os.getpid())
-    world.links.setdefault(members[rank], []).append(link)
+    world.ends.setdefault(owners[rank], []).append((link, segment))
     with link.joining():
-        link.handshake(watch)
+        link.handshake(group.watch)
     return link
 
 

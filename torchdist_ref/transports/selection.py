@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torchdist_ref.errors import RankStalledError, StoreTimeoutError, UnsupportedError, rank_names
 from torchdist_ref.membership.watch import MemberWatch
-from torchdist_ref.processes.identity import HOST_VARIABLE, has_no_proc, host_identity, simulated_host
+from torchdist_ref.processes.identity import HOST_VARIABLE, has_no_proc, host_identity, simulated_place
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import tcp
 from torchdist_ref.transports.link import Link
@@ -184,7 +184,7 @@ def _describe(hosts: set[bytes]) -> str:
 
 def _prepared_segment(rank: int, size: int) -> AbstractContextManager[tuple[SharedMemorySegment | None, bytes]]:
     """Create a segment on rank 0, in case that all ranks share a host: the others then need not request its handle."""
-    if rank or not 1 < size <= MAX_PREPARED_RANKS or simulated_host.get() or unavailable_reason():
+    if rank or not 1 < size <= MAX_PREPARED_RANKS or simulated_place.get() or unavailable_reason():
         return nullcontext((None, b""))
     return created_segment(layout_for(size))
 
@@ -203,7 +203,8 @@ def _exchange_endpoints(
     operation: str = "init_process_group",
 ) -> list[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks."""
-    endpoint = _own_endpoint(os.getpid(), simulated_host.get() or os.environ.get(HOST_VARIABLE))
+    host, process = simulated_place.get() or (os.environ.get(HOST_VARIABLE), os.getpid())
+    endpoint = _own_endpoint(process, host)
     own = {f"endpoint/{rank}": b"|".join([endpoint, segment])}
     keys = [f"endpoint/{r}" for r in range(len(members))]
     try:
