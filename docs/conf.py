@@ -58,8 +58,8 @@ exclude_patterns = ["_build", "_generated", "changes", "_templates", "_inventori
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 default_role = "quoted"
 nitpicky = True
-# A parameter specification of `typing`, which has no page.
-nitpick_ignore = [("py:class", "_P")]
+# A parameter specification of `typing`, which has no page, and the types of arguments that tests pass.
+nitpick_ignore = [("py:class", "_P"), ("py:class", "Clock"), ("py:class", "RankServer")]
 # A function in this file is a configuration value that Sphinx cannot keep between builds; it says so each time.
 suppress_warnings = ["config.cache"]
 

@@ -57,8 +57,8 @@ def installed(path: Path) -> Path:
 def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) -> None:
     result = answer(ASK, installed(tmp_path))
     assert (result.stdout, result.stderr) == (
-        "True ['torchdist_ref', 'torchdist_ref.backends', 'torchdist_ref.processes.standard_streams', "
-        "'torchdist_ref.torch_paths']\n",
+        "True ['torchdist_ref', 'torchdist_ref.backends', 'torchdist_ref.processes', "
+        "'torchdist_ref.processes.standard_streams', 'torchdist_ref.torch_paths']\n",
         "",
     )
 
@@ -144,7 +144,8 @@ def test_torch_starts_if_the_backends_cannot_be_loaded(
     result = answer(AUTOLOAD + ASK, tmp_path, python_with_torch)
     assert (result.returncode, result.stdout) == (
         0,
-        "False ['torchdist_ref', 'torchdist_ref.processes.standard_streams', 'torchdist_ref.torch_paths']\n",
+        "False ['torchdist_ref', 'torchdist_ref.processes', 'torchdist_ref.processes.standard_streams', "
+        "'torchdist_ref.torch_paths']\n",
     )
     assert "backend 'ref' cannot be registered with torch" in result.stderr
 

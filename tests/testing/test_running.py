@@ -341,7 +341,11 @@ def test_the_error_can_be_pickled() -> None:
         ({"timeout": "x"}, ArgumentTypeError, "argument 'timeout' must be a number of seconds, got 'x'"),
         ({"world_size": 0}, ArgumentError, "argument 'world_size' must be a number of ranks, at least 1, got 0"),
         ({"world_size": "2"}, ArgumentError, "argument 'world_size' must be a number of ranks"),
-        ({"ranks": "fibres"}, ArgumentError, "argument 'ranks' must be 'threads' or 'processes', got 'fibres'"),
+        (
+            {"ranks": "fibres"},
+            ArgumentError,
+            "argument 'ranks' must be 'threads', 'processes' or 'simulated', got 'fibres'",
+        ),
         ({"timeout": 0}, ArgumentError, "argument 'timeout' must be a positive number of seconds, got 0"),
     ],
 )

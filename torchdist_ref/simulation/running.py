@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, explain, rank_names
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, add_note, explain, rank_names
 from torchdist_ref.groups import world as worlds
 from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
@@ -479,7 +479,7 @@ class _Run:
             found = {**outcomes, **{rank: Outcome(rank) for rank in (*left, *killed)}}
             values = values_or_error(found, {}, self.size, self.timeout or 0.0)
         except RankError as error:
-            error.add_note(f"To repeat it: simulation.run(..., seed={self.seed})")
+            add_note(error, f"To repeat it: simulation.run(..., seed={self.seed})")
             raise
         digest = f"{self.timeline.digest()[:32]}{self.scheduler.order.hexdigest()[:32]}"
         came = tuple(fault for fault in self.faults if fault in self._came)
