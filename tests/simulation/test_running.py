@@ -324,6 +324,25 @@ def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
+def test_a_rank_starts_no_simulation() -> None:
+    with pytest.raises(RankError, match="argument 'caller' must be no simulated rank"):
+        simulation.run(lambda rank: simulation.run(lambda inner: inner, 1), 2)
+
+
+def test_runs_of_two_threads_follow_each_other() -> None:
+    found: dict[int, list[Any]] = {}
+
+    def start(number: int) -> None:
+        found[number] = simulation.run(lambda rank: (time.sleep(5 * number), time.monotonic())[1], 2, init=False).values
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1: [5.0, 5.0], 2: [10.0, 10.0]} and time.sleep.__module__ == "time"
+
+
 def test_a_run_draws_itself_and_is_a_table() -> None:
     result = simulation.run(lambda rank: dist.all_reduce(fill(rank, (300,))), 3, network=Network(hosts=(0, 0, 1)))
     drawn = result._repr_svg_()  # noqa: SLF001 (the name that notebooks call)

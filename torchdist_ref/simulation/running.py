@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,14 @@ from torchdist_ref.schedules.simulate import Trace, TraceEvent
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
-from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task
+from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
 from torchdist_ref.simulation.timeline import Timeline
 from torchdist_ref.simulation.world import FIRST_PID, HOST_PREFIX, SimulatedStore, SimulatedWorld, connect
 from torchdist_ref.transports import selection
 
 T = TypeVar("T")
+_one_at_a_time = threading.Lock()
+"""Held during a run, which replaces names of modules."""
 STUCK_SECONDS = 10.0
 """Real time after which a rank that neither computes nor reaches an operation is blocked outside the simulation."""
 _PACKAGE = __name__.split(".")[0]
@@ -312,6 +315,14 @@ class _Run:
 
     def result(self) -> SimulatedRun:
         """Run, and return the result or raise the error that names the rank to look at."""
+        if current_task() is not None:
+            hint = "Call it where no simulation runs."
+            raise ArgumentError(explain("simulation.run", "caller", "no simulated rank", "one", hint=hint))
+        with _one_at_a_time:
+            self._run()
+        return self._conclude()
+
+    def _run(self) -> None:
         scheduler = self.scheduler
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
         self.world.record = lambda rank, kind, *facts: self.timeline.add(scheduler.now, rank, kind, *facts)
@@ -328,7 +339,6 @@ class _Run:
             if self.timeout is not None:
                 scheduler.at(self.timeout, scheduler.stop_run)
             scheduler.run(self._watch)
-        return self._conclude()
 
     @contextmanager
     def _transport(self) -> Iterator[None]:
