@@ -15,7 +15,7 @@ from tests.descriptors import left_shared_files, shared_files
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref.backend import MOST_PLANS
 from torchdist_ref.groups.world import default_group
-from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.testing import RankError, fill, run
 
 

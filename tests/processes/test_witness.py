@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests.process_ends import answer_of_child
-from torchdist_ref.membership import sources
+from torchdist_ref.membership import peer_processes
 from torchdist_ref.processes import witness
 from torchdist_ref.processes.witness import is_gone, own_witness
 
@@ -64,17 +64,17 @@ def test_all_users_share_a_descriptor_until_the_process_ends() -> None:
     child = os.fork()
     if child == 0:
         signal.pause()
-    first, second = sources.share_pidfd(child), sources.share_pidfd(child)
+    first, second = peer_processes.share_pidfd(child), peer_processes.share_pidfd(child)
     assert first == second
-    sources.release_pidfd(second)
+    peer_processes.release_pidfd(second)
     assert not select.select([first], [], [], 0)[0]
     os.kill(child, signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     # By now the number may be another process's.
-    third = sources.share_pidfd(child)
+    third = peer_processes.share_pidfd(child)
     os.waitpid(child, 0)
     assert third != first
     for descriptor in (first, third):
-        sources.release_pidfd(descriptor)
+        peer_processes.release_pidfd(descriptor)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)

@@ -293,7 +293,7 @@ def blocks_outside(rank: int) -> None:
 
 
 def test_a_rank_that_blocks_outside_the_simulation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation.running, "STUCK_SECONDS", 0.5)
+    monkeypatch.setattr(simulation.one_run, "STUCK_SECONDS", 0.5)
     monkeypatch.setattr(simulation.scheduler, "END_SECONDS", 0.1)
     with pytest.raises(BlockedOutsideError, match=rf"rank 1 has been blocked .* in {__file__}:"):
         simulation.run(blocks_outside, 2, init=False)

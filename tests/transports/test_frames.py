@@ -15,8 +15,9 @@ import pytest
 
 from tests.process_ends import answer_of_child
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankDiedError, RankStalledError
-from torchdist_ref.transports import frames
-from torchdist_ref.transports.frames import Acceptor, authenticate_to, check_ranges
+from torchdist_ref.transports import acceptor as acceptor_module
+from torchdist_ref.transports.acceptor import Acceptor, authenticate_to
+from torchdist_ref.transports.frames import check_ranges
 
 KEY = bytes(range(32))
 ACCEPTING = 5
@@ -74,7 +75,7 @@ UNAUTHENTICATED = {
 @pytest.mark.parametrize("kind", UNAUTHENTICATED)
 def test_an_unauthenticated_client_does_not_delay_or_abort_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Handshakes once ran one after the other, for up to that time each.
-    monkeypatch.setattr(frames, "HANDSHAKE_SECONDS", 60.0)
+    monkeypatch.setattr(acceptor_module, "HANDSHAKE_SECONDS", 60.0)
     with acceptor_and_address() as (acceptor, clients, address):
         for _ in range(3):
             UNAUTHENTICATED[kind](connect(clients, address))
@@ -177,8 +178,8 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def test_silent_clients_are_closed_and_never_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "HANDSHAKE_SECONDS", 0.05)
-    monkeypatch.setattr(frames, "MAX_HANDSHAKES", 4)
+    monkeypatch.setattr(acceptor_module, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(acceptor_module, "MAX_HANDSHAKES", 4)
     with acceptor_and_address() as (acceptor, clients, address):
         silent = [connect(clients, address) for _ in range(9)]
         # One call closes all, unless the machine is busy: silence ends in 0.05 s.

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.membership.sources import NoPeerProcesses
+from torchdist_ref.membership.peer_processes import NoPeerProcesses
 from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshFrame, pack
 from torchdist_ref.transports.mesh import ConnectionMesh, MeshDirectPath
 from torchdist_ref.transports.segment import SEMAPHORE_KINDS, SegmentLayout, StatusRow

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
-from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports import segment, selection

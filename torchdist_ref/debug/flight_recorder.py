@@ -31,7 +31,7 @@ from typing import Any
 from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import GroupAbortedError, ReportedFailure, message_of
 from torchdist_ref.membership.events import failure_by, failure_of
-from torchdist_ref.membership.sources import is_stopped
+from torchdist_ref.membership.peer_processes import is_stopped
 from torchdist_ref.processes.control import catches_signal
 from torchdist_ref.processes.failure_record import (
     DIRECTORY_VARIABLE,

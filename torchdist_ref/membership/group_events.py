@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from torchdist_ref.errors import DistBackendError
 from torchdist_ref.membership.blame import Wait, blame
 from torchdist_ref.membership.events import Died, Failure, Left, MemberEvent, Published, decode, encode
-from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.membership.watch import unwatched
 from torchdist_ref.membership.words import error_of
 from torchdist_ref.processes.identity import host_identity, parse_process

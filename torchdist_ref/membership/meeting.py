@@ -34,6 +34,7 @@ from torchdist_ref.errors import (
     rank_names,
 )
 from torchdist_ref.membership.events import ENDED, Ending, Failure
+from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.membership.presence import Presence
 from torchdist_ref.membership.rounds import (
     CLOSED,
@@ -43,7 +44,6 @@ from torchdist_ref.membership.rounds import (
     Attendance,
     Round,
 )
-from torchdist_ref.membership.sources import PeerProcesses
 from torchdist_ref.membership.watch import MemberWatch, read_failure
 from torchdist_ref.membership.words import error_of, size_mismatch
 from torchdist_ref.processes.identity import host_identity

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.membership.events import Failure
+from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.membership.rounds import Attendee
-from torchdist_ref.membership.sources import PeerProcesses
 from torchdist_ref.membership.words import backend_mismatch, error_of, size_mismatch
 from torchdist_ref.processes.identity import host_identity
 from torchdist_ref.processes.witness import own_witness

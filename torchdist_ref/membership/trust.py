@@ -2,7 +2,7 @@
 
 The store through which ranks find each other can be written by anybody who reaches it. So ranks agree on a key first,
 and everything that they believe afterward is sealed with it (`stores.sealed`) or follows a challenge that only its
-owners can answer (`transports.frames`). There are three ways, in this order:
+owners can answer (`transports.acceptor`). There are three ways, in this order:
 
 *Token.* ``TORCHDIST_REF_TOKEN_FILE`` names a file with a secret, the same on all hosts. Each rank publishes a random
 number, and the key is an HMAC of all of them with the token. So a recorded job cannot be replayed to any rank: its own

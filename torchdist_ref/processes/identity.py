@@ -1,6 +1,6 @@
 """Identity of a process and of its host, by which ranks find out whether they share memory and see each other end.
 
-Do not add ways to learn of an end here (`membership.sources`).
+Do not add ways to learn of an end here (`membership.peer_processes`).
 """
 
 from __future__ import annotations

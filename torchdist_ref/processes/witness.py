@@ -3,7 +3,7 @@
 A process that calls `exec` keeps its number, and lives: its pidfd does not report it, though the rank that it was is
 gone. So each process opens an anonymous file that an `exec` closes, and publishes the file's descriptor and inode. The
 others look for it under /proc, if they have the same user and pid namespace; else they know nothing of it. This is the
-program's *witness*. Do not add ends of processes here (`membership.sources`).
+program's *witness*. Do not add ends of processes here (`membership.peer_processes`).
 """
 
 from __future__ import annotations

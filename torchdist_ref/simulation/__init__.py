@@ -6,15 +6,9 @@
 from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
 from torchdist_ref.schedules.simulate import Network
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop
-from torchdist_ref.simulation.running import (
-    BlockedOutsideError,
-    DeadlockError,
-    FailingOrder,
-    SimulatedRun,
-    explore,
-    run,
-    simulated_store,
-)
+from torchdist_ref.simulation.one_run import simulated_store
+from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
+from torchdist_ref.simulation.running import FailingOrder, explore, run
 from torchdist_ref.simulation.timeline import Happening, Timeline
 
 __all__ = [

@@ -1,101 +1,20 @@
-"""Run of a program on simulated ranks: `run`, `explore` and `replay`."""
+"""Runs of a program on simulated ranks: `run` and `explore`."""
 
 from __future__ import annotations
 
-import contextvars
-import gc
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from time import monotonic as real_monotonic
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
-from torchdist_ref import groups
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, add_note, explain, rank_names
-from torchdist_ref.groups import world as worlds
-from torchdist_ref.processes.identity import simulated_place
-from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
-from torchdist_ref.schedules.simulate import Trace, TraceEvent
-from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
-from torchdist_ref.simulation.network import Network, Wires
-from torchdist_ref.simulation.primitives import building, installed
-from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
-from torchdist_ref.simulation.timeline import Timeline
-from torchdist_ref.simulation.world import FIRST_PID, HOST_PREFIX, SimulatedStore, SimulatedWorld, connect
-from torchdist_ref.transports import selection
+from torchdist_ref.errors import ArgumentTypeError, explain
+from torchdist_ref.ranks.outcomes import RankError
+from torchdist_ref.simulation.faults import Fault
+from torchdist_ref.simulation.network import Network
+from torchdist_ref.simulation.one_run import OneRun
+from torchdist_ref.simulation.result import SimulatedRun
 
 T = TypeVar("T")
-_one_at_a_time = threading.Lock()
-"""Held during a run, which replaces names of modules."""
-STUCK_SECONDS = 10.0
-"""Real time after which a rank that neither computes nor reaches an operation is blocked outside the simulation."""
-_PACKAGE = __name__.split(".")[0]
-
-
-class DeadlockError(RankError):
-    """No rank could continue, and nothing was due: the message names who waits for whom, in which call and line."""
-
-
-class BlockedOutsideError(RankError):
-    """A rank waits for something that is not simulated, such as a socket."""
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """Outcome of a run in which no rank failed.
-
-    Attributes:
-        values: Result of the program on each rank; None for a rank that the plan has killed.
-        times: Virtual time at which each rank returned, in seconds.
-        timeline: What happened when.
-        digest: Text that two runs share if and only if they had the same order of events and the same times.
-        seed: Seed of the run.
-        decisions: Decisions that differed from the plain order; `run` repeats them.
-        operations: Number of operations of each rank that others could notice, as `Kill` counts them.
-        faults: Faults of the plan that came: one at an operation that a rank did not reach is not among them.
-    """
-
-    values: list[Any]
-    times: list[float]
-    timeline: Timeline
-    digest: str
-    seed: int
-    decisions: dict[int, int] = field(repr=False)
-    operations: list[int]
-    faults: tuple[Fault, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Virtual time at which the last rank returned."""
-        return max(self.times)
-
-    @property
-    def trace(self) -> Trace:
-        """The messages with data as a value that draws itself, as the trace of a simulated schedule does."""
-        events: list[TraceEvent] = []
-        for each in self.timeline:
-            if each.kind == "sent":
-                peer, nbytes, arrival = each.facts
-                label = f"{nbytes} B"
-                events.append(TraceEvent(each.rank, "send", each.time, arrival, peer, nbytes, label))
-                events.append(TraceEvent(peer, "recv", each.time, arrival, each.rank, nbytes, label))
-        return Trace("simulated run", len(self.times), events, self.seconds)
-
-    def _repr_svg_(self) -> str:
-        return self.trace._repr_svg_()  # noqa: SLF001 (the name that notebooks call)
-
-    def __str__(self) -> str:
-        lines = [f"{'rank':>5} {'virtual time':>14} {'bytes sent':>12} {'operations':>11}"]
-        for rank, (time, operations) in enumerate(zip(self.times, self.operations, strict=True)):
-            lines.append(f"{rank:>5} {time * 1e3:>11.3f} ms {self.timeline.sent_bytes(rank):>12,} {operations:>11,}")
-        return "\n".join(lines)
+_MOST_RUNS_TO_SHORTEN = 200
 
 
 @dataclass(frozen=True)
@@ -171,7 +90,7 @@ def run(
         >>> result.values[0], result.values == [28.0] * 8
         (28.0, True)
     """
-    return _Run(fn, world_size, args, seed, network, compute, faults, timeout, backend, init, decisions).result()
+    return OneRun(fn, world_size, args, seed, network, compute, faults, timeout, backend, init, decisions).result()
 
 
 def explore(
@@ -207,7 +126,7 @@ def explore(
         runs += 1
         made: dict[int, int] = {}
         try:
-            _Run(fn, world_size, args, seed, made=made, **_defaults(options)).result()
+            OneRun(fn, world_size, args, seed, made=made, **_defaults(options)).result()
         except RankError as error:
             return _shortened(fn, world_size, args, options, FailingOrder(seed, made, error, runs))
     return None
@@ -243,7 +162,7 @@ def _shortened(
             fewer = {number: chosen for number, chosen in decisions.items() if number not in left_out}
             runs += 1
             try:
-                _Run(fn, world_size, args, 0, **{**_defaults(options), "decisions": fewer}).result()
+                OneRun(fn, world_size, args, 0, **{**_defaults(options), "decisions": fewer}).result()
             except RankError as again:
                 if type(again.__cause__) is kind:
                     decisions, error = fewer, again
@@ -253,328 +172,3 @@ def _shortened(
                 break
             part //= 2
     return FailingOrder(found.seed, decisions, error, runs)
-
-
-_MOST_RUNS_TO_SHORTEN = 200
-
-
-def simulated_store() -> SimulatedStore:
-    """Return the store of the run that the calling rank is in.
-
-    Raises:
-        ArgumentError: The caller is no simulated rank.
-    """
-    found = _store_of_run.get()
-    if found is None:
-        raise ArgumentError(explain("simulated_store", "caller", "a rank of simulation.run", "none"))
-    return found
-
-
-_store_of_run: contextvars.ContextVar[SimulatedStore | None] = contextvars.ContextVar("simulated store", default=None)
-
-
-class _Run:
-    """One run: its ranks, their outcomes, and what the plan does to them."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        args: tuple[object, ...],
-        seed: int,
-        network: Network | None,
-        compute: float | str,
-        faults: Sequence[Fault],
-        timeout: float | None,
-        backend: str | None,
-        init: bool,
-        decisions: dict[int, int] | None,
-        made: dict[int, int] | None = None,
-    ) -> None:
-        _check(fn, world_size, network, compute, backend, timeout)
-        check_all(faults, world_size)
-        self.fn, self.size, self.args, self.seed, self.timeout = fn, world_size, args, seed, timeout
-        self.backend, self.init, self.faults = backend, init, faults
-        self.policy = Policy(seed or None, decisions)
-        if made is not None:
-            self.policy.made = made
-        self.scheduler = Scheduler(self.policy, 1.0 if compute == "measured" else float(compute))
-        self.wires = Wires(network or Network(0.0, 0.0, 0.0, (0,) * world_size, 0.0, 0.0), world_size)
-        self.world = SimulatedWorld(self.scheduler, self.wires, world_size)
-        self.timeline = Timeline()
-        self.outcomes: dict[int, Outcome] = {}
-        self.times = [0.0] * world_size
-        self.operations = [0] * world_size
-        self.main: list[Task] = []
-        self.deadlock = ""
-        self._steps, self._seen_steps, self._since = 0, -1, real_monotonic()
-        self._activity = -1
-        self._came: list[Fault] = []
-
-    # The run
-
-    def result(self) -> SimulatedRun:
-        """Run, and return the result or raise the error that names the rank to look at."""
-        if current_task() is not None:
-            hint = "Call it where no simulation runs."
-            raise ArgumentError(explain("simulation.run", "caller", "no simulated rank", "one", hint=hint))
-        with _one_at_a_time:
-            self._run()
-        return self._conclude()
-
-    def _run(self) -> None:
-        scheduler = self.scheduler
-        scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
-        self.world.record = lambda rank, kind, *facts: self.timeline.add(scheduler.now, rank, kind, *facts)
-        program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
-        with _collected_at_fixed_points(), _one_thread(), installed([program] if program else []), self._transport():
-            with building(scheduler):
-                store = SimulatedStore(self.world)
-            for rank in range(self.size):
-                context = contextvars.copy_context()
-                self.main.append(scheduler.spawn(rank, f"rank {rank}", partial(context.run, self._rank, rank, store)))
-            for fault in self.faults:
-                if fault.at is not None:
-                    scheduler.at(fault.at, partial(self._apply, fault))
-            if self.timeout is not None:
-                scheduler.at(self.timeout, scheduler.stop_run)
-            scheduler.run(self._watch)
-
-    @contextmanager
-    def _transport(self) -> Iterator[None]:
-        row = selection.Transport(
-            lambda endpoints: endpoints[0].host.startswith(HOST_PREFIX.encode()),
-            lambda group: connect(self.world, group),
-        )
-        before = selection.TRANSPORTS
-        selection.TRANSPORTS = {"simulated": row, **before}
-        try:
-            yield
-        finally:
-            selection.TRANSPORTS = before
-
-    def _rank(self, rank: int, store: SimulatedStore) -> None:
-        simulated_place.set((f"{HOST_PREFIX}{self.wires.hosts[rank]}", FIRST_PID + rank))
-        _store_of_run.set(store)
-        try:
-            with worlds.thread_rank():
-                outcome = self._program(rank, store)
-        except Exception as error:
-            outcome = Outcome(rank, error=error)
-        self.outcomes[rank], self.times[rank] = outcome, self.scheduler.now
-        kind, facts = ("raised", (type(outcome.error).__name__,)) if outcome.error else ("returned", ())
-        self.timeline.add(self.scheduler.now, rank, kind, *facts)
-
-    def _program(self, rank: int, store: SimulatedStore) -> Outcome:
-        try:
-            if self.init:
-                groups.init_process_group(self.backend, store=store, rank=rank, world_size=self.size)
-            value = self.fn(rank, *self.args)
-            if groups.is_initialized():
-                groups.destroy_process_group()
-        except Exception as error:
-            outcome = Outcome(rank, error=error)
-            # The others may be waiting for this rank, which makes no more calls.
-            worlds.abort(f"rank {rank} {outcome}")
-            return outcome
-        return Outcome(rank, value)
-
-    # The plan
-
-    def _step(self, task: Task) -> None:
-        rank = task.owner
-        self.operations[rank] += 1
-        self._steps += 1
-        if not self._steps % _STEPS_PER_COLLECTION:
-            gc.collect()
-        for fault in self.faults:
-            if fault.operation == self.operations[rank] and fault.ranks[:1] == (rank,):
-                self._apply(fault)
-
-    def _apply(self, fault: Fault) -> None:
-        scheduler, rank = self.scheduler, fault.ranks[0] if fault.ranks else 0
-        self._came.append(fault)
-        if isinstance(fault, Kill):
-            if rank not in self.outcomes:
-                self.world.kill(rank)
-        elif isinstance(fault, Slow):
-            scheduler.slow[rank] = fault.factor
-        elif isinstance(fault, Stop):
-            self.timeline.add(scheduler.now, rank, "stopped")
-            scheduler.stop(rank)
-            if fault.seconds is not None:
-                scheduler.at(scheduler.now + fault.seconds, partial(self._continue, rank))
-        elif isinstance(fault, Cut):
-            self.timeline.add(scheduler.now, rank, "cut off")
-            self.wires.cut_off(fault.some, set(range(self.size)) - set(fault.some))
-            if fault.seconds is not None:
-                scheduler.at(scheduler.now + fault.seconds, partial(self._heal, fault))
-
-    def _continue(self, rank: int) -> None:
-        self.timeline.add(self.scheduler.now, rank, "continues")
-        self.scheduler.go_on(rank)
-
-    def _heal(self, fault: Cut) -> None:
-        self.timeline.add(self.scheduler.now, fault.ranks[0], "connected again")
-        self.wires.cut.clear()
-        held, self.world.held = self.world.held, []
-        for _, _, arrive in held:
-            arrive()
-
-    # Waits in vain
-
-    def _quiet(self) -> None:
-        """Note who waits for whom, when only time-outs are left; have the waits look once before that."""
-        if self._activity != self.scheduler.activity:
-            self._activity = self.scheduler.activity
-            self.scheduler.alarm()
-        if not self.scheduler.can_continue:
-            self.deadlock = self.deadlock or self._who_waits()
-            self.world.share_waits()
-
-    def _who_waits(self) -> str:
-        """Return which rank waits for which others, in which call, as text; empty if no rank waits."""
-        lines, awaited = [], {}
-        for task in self.main:
-            if task.ident and not task.has_ended and not self.scheduler.is_dead(task.owner):
-                frame = task.frame
-                awaited[task.owner] = ranks = self.world.awaited_by(task.owner, task.waits_for, frame)
-                awaits = rank_names(ranks) if ranks else task.purpose or str(task.waits_for)
-                lines.append(f"rank {task.owner} waits for {awaits} in {_place(frame)}")
-        if not lines:
-            return ""
-        cycle = _cycle(awaited)
-        circle = f" in a circle ({' → '.join(map(str, cycle))})" if cycle else ""
-        more = [f"and {len(lines) - _MOST_LINES} more ranks"] if len(lines) > _MOST_LINES else []
-        return "\n  ".join([f"after {self.scheduler.now:g} s of virtual time{circle}:", *lines[:_MOST_LINES], *more])
-
-    def _task_raised(self, task: Task, text: str) -> None:
-        self.outcomes.setdefault(task.owner, Outcome(task.owner, died=f"thread {task.name!r} raised:\n{text}"))
-
-    # From outside
-
-    def _watch(self) -> None:
-        """Raise if the running rank is blocked in something that is not simulated."""
-        task, now = self.scheduler.current, real_monotonic()
-        mark = self._steps + self.scheduler.switches + (_cpu_ticks(task.native_id) if task else 0)
-        if mark != self._seen_steps:
-            self._seen_steps, self._since = mark, now
-        elif task is not None and now > self._since + STUCK_SECONDS:
-            frame = task.frame
-            stack = "".join(traceback.format_stack(frame)) if frame else ""
-            raise BlockedOutsideError(
-                f"rank {task.owner} has been blocked for {STUCK_SECONDS:g} s in something that is not simulated, in "
-                f"{_place(frame)}. Sockets, processes, C++ and threads that a rank did not start have no virtual "
-                f"time.\n{stack}",
-                task.owner,
-            )
-
-    def _conclude(self) -> SimulatedRun:
-        """Return the result, or raise the error of the rank to look at. The plan's deaths are no failures."""
-        killed = {rank for rank in range(self.size) if self.scheduler.is_dead(rank)}
-        outcomes = {rank: outcome for rank, outcome in self.outcomes.items() if rank not in killed}
-        left = [rank for rank in range(self.size) if rank not in outcomes and rank not in killed]
-        failed = [outcome for outcome in outcomes.values() if outcome.failed]
-        try:
-            if self.deadlock and (left or any(isinstance(each.error, RankStalledError) for each in failed)):
-                text = f"ranks wait for each other, and nothing else can happen, {self.deadlock}"
-                raise DeadlockError(text, min(left, default=0), outcomes) from next(
-                    (each.error for each in failed), None
-                )
-            if left and not failed:
-                reason = (
-                    f"did not return within {self.timeout:g} s of virtual time" if self.timeout else "cannot continue"
-                )
-                raise RankTimeoutError(f"{rank_names(left)} of {self.size} {reason}", left[0], outcomes)
-            found = {**outcomes, **{rank: Outcome(rank) for rank in (*left, *killed)}}
-            values = values_or_error(found, {}, self.size, self.timeout or 0.0)
-        except RankError as error:
-            add_note(error, f"To repeat it: simulation.run(..., seed={self.seed})")
-            raise
-        digest = f"{self.timeline.digest()[:32]}{self.scheduler.order.hexdigest()[:32]}"
-        came = tuple(fault for fault in self.faults if fault in self._came)
-        facts = self.timeline, digest, self.seed, self.policy.made, self.operations, came
-        return SimulatedRun(values, self.times, *facts)
-
-
-_STEPS_PER_COLLECTION = 200_000
-_MOST_LINES = 16
-"""Ranks that the report of a deadlock lists."""
-
-
-def _check(fn: Any, world_size: Any, network: Any, compute: Any, backend: Any, timeout: Any) -> None:
-    operation = "simulation.run"
-    if not callable(fn):
-        raise ArgumentTypeError(explain(operation, "fn", "callable", fn))
-    if type(world_size) is not int or world_size < 1:
-        raise ArgumentError(explain(operation, "world_size", "a number of ranks, at least 1", world_size))
-    if network is not None and not isinstance(network, Network):
-        raise ArgumentTypeError(explain(operation, "network", "a simulation.Network", network))
-    if network is not None and network.hosts is not None and len(network.hosts) != world_size:
-        expected = f"one host for each of {world_size} ranks"
-        raise ArgumentError(explain(operation, "network.hosts", expected, network.hosts))
-    if compute != "measured" and not (isinstance(compute, int | float) and compute >= 0):
-        raise ArgumentError(explain(operation, "compute", "a factor of 0 or more, or 'measured'", compute))
-    if backend not in ("ref", "fake", None):
-        hint = "torch's backends wait in C++, where no virtual time reaches them."
-        raise ArgumentError(explain(operation, "backend", "'ref' or 'fake'", backend, hint=hint))
-    if timeout is not None and not timeout > 0:
-        raise ArgumentError(explain(operation, "timeout", "a positive number of virtual seconds", timeout))
-
-
-@contextmanager
-def _collected_at_fixed_points() -> Iterator[None]:
-    """Collect cyclic garbage at fixed points only: finalizers are operations, and have to come in one order."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _place(frame: FrameType | None) -> str:
-    """Return the library's function that a program has called, and the line of the program."""
-    called, found = "", frame
-    while found is not None:
-        module = found.f_globals.get("__name__", "").split(".")[0]
-        if module == _PACKAGE:
-            called = found.f_code.co_name
-        elif module not in sys.stdlib_module_names and module != "torch":
-            where = f"{found.f_code.co_filename}:{found.f_lineno}"
-            return f"{called} at {where}" if called else where
-        found = found.f_back
-    return called or "the library"
-
-
-def _cycle(awaited: dict[int, list[int]]) -> list[int]:
-    """Return ranks of which each waits for the next, and the last for the first; empty if there are none."""
-    for first in sorted(awaited):
-        chain = [first]
-        while len(following := awaited.get(chain[-1], [])) == 1:
-            if following[0] in chain:
-                return [*chain[chain.index(following[0]) :], following[0]]
-            chain.append(following[0])
-    return []
-
-
-def _cpu_ticks(native_id: int) -> int:
-    """Return the processor time of a thread of this process, in ticks of the system; 0 where it is not known."""
-    try:
-        with open(f"/proc/self/task/{native_id}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    except OSError:
-        return 0

@@ -1,23 +1,21 @@
-"""World of a simulation: the transport, the store and the news of deaths that its ranks have in place of real ones."""
+"""World of a simulation: the transport of its ranks, and the news of deaths that they get."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from torchdist_ref.backends.ref.tag_matching import PostedReceive, Receiver
 from torchdist_ref.membership.events import KILLED, Ending
+from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.simulation.network import Wires
 from torchdist_ref.simulation.primitives import SimulatedSemaphore
-from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
-from torchdist_ref.stores import HashStore
-from torchdist_ref.stores.base import Text, quote_keys
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.simulation.scheduler import Scheduler, current_task
+from torchdist_ref.simulation.timeline import Timeline
 from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow
@@ -39,7 +37,7 @@ class SimulatedWorld:
     Attributes:
         segments: Memory of groups, by the key that their rank 0 publishes.
         dead: How each dead rank ended, from the moment at which the others know it.
-        record: Function that gets a rank, a kind of event, and its facts, for the timeline.
+        timeline: Entries of the run so far.
     """
 
     def __init__(self, scheduler: Scheduler, wires: Wires, size: int) -> None:
@@ -47,9 +45,17 @@ class SimulatedWorld:
         self.segments: dict[str, SimulatedSegment] = {}
         self.ends: dict[int, list[tuple[Link, SimulatedSegment]]] = {}
         self.dead: dict[int, Ending] = {}
-        self.record: Callable[..., None] = lambda rank, kind, *facts: None
+        self.timeline = Timeline()
         self.on_death: list[Callable[[int], None]] = []
         self.held: list[tuple[int, int, Callable[[], None]]] = []
+
+    def place(self, rank: int) -> None:
+        """Let the calling context be that of a rank, with its host and its process."""
+        simulated_place.set((f"{HOST_PREFIX}{self.wires.hosts[rank]}", FIRST_PID + rank))
+
+    def record(self, rank: int, kind: str, *facts: Any) -> None:
+        """Add an entry to the timeline."""
+        self.timeline.add(self.scheduler.now, rank, kind, *facts)
 
     def awaited_by(self, rank: int, waits_for: object, frame: FrameType | None) -> list[int]:
         """Return the ranks that a rank waits for, as far as they are known.
@@ -227,114 +233,3 @@ def connect(world: SimulatedWorld, group: GroupEndpoints) -> Link:
     with link.joining():
         link.handshake(group.watch)
     return link
-
-
-class _Changes:
-    """Condition of a simulated store. It has no lock, which a killed rank could hold, and needs none."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._waiting: list[Task] = []
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait(self, seconds: float) -> None:
-        task = self._scheduler.running()
-        self._waiting.append(task)
-        self._scheduler.block(self, seconds)
-        if task in self._waiting:
-            self._waiting.remove(task)
-
-    def notify_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            if task.waits_for is self:
-                self._scheduler.wake(task)
-
-    def __str__(self) -> str:
-        return "a change of the store"
-
-
-class SimulatedStore(HashStore):
-    """Store of a simulation, on the host of rank 0. Each request takes a message there and one back.
-
-    A wait ends at an alarm as at its time-out, so that `WatchedStore` looks for failures.
-
-    Args:
-        world: The world.
-    """
-
-    def __init__(self, world: SimulatedWorld) -> None:
-        super().__init__()
-        self._world = world
-        self._changed = _Changes(world.scheduler)  # type: ignore[assignment]
-        self._wills: dict[int, tuple[str, Text]] = {}
-        self.session_key = bytes(32)
-        world.on_death.append(self._fulfil)
-
-    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
-        """See `Store.set_on_disconnect`."""
-        for name, text in (now or {}).items():
-            self.set(name, text)
-        task = current_task()
-        if task is not None:
-            if value:
-                self._wills[task.owner] = str(key), value
-            else:
-                self._wills.pop(task.owner, None)
-        return True
-
-    def wait_get(
-        self,
-        keys: Sequence[Text],
-        timeout: timedelta,
-        publish: Mapping[str, Text] | None = None,
-        on_disconnect: tuple[str, Text] | None = None,
-    ) -> list[bytes]:
-        """See `Store.wait_get`."""
-        task = current_task()
-        if on_disconnect is not None and task is not None:
-            self._wills[task.owner] = on_disconnect
-        return super().wait_get(keys, timeout, publish)
-
-    def _fulfil(self, rank: int) -> None:
-        """Set the key that a dead rank has left for this case."""
-        if (will := self._wills.pop(rank, None)) is not None:
-            key, value = will
-            name = key.encode()
-            self._table.values.setdefault(name, value if isinstance(value, bytes) else str(value).encode())
-            self._changed.notify_all()
-
-    def _change(self, action: Callable[[Any], Any]) -> Any:
-        self._travel()
-        return super()._change(action)
-
-    def _travel(self) -> None:
-        """Let the time of a request to the store and of its response pass."""
-        task = current_task()
-        if task is not None:
-            scheduler, wires = self._world.scheduler, self._world.wires
-            scheduler.step()
-            there = wires.notice(scheduler.now, task.owner, 0) - scheduler.now
-            if there and task.owner:
-                scheduler.sleep(2 * there)
-
-    def _wait_for(self, operation: str, deadline: Deadline, missing: Callable[[Any], list[bytes]]) -> None:
-        task = current_task()
-        if task is None:
-            return super()._wait_for(operation, deadline, missing)
-        while absent := missing(self._table):
-            if deadline.passed() or task.alarmed:
-                task.alarmed = False
-                raise self._timed_out(operation, absent, deadline)
-            task.alarmable += 1
-            task.purpose = f"keys in the store ({quote_keys(absent)})"
-            try:
-                self._changed.wait(deadline.remaining())
-            finally:
-                task.alarmable, task.purpose = task.alarmable - 1, ""
-        return None

@@ -46,7 +46,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.membership import events, words
 from torchdist_ref.membership.blame import Wait, blame
-from torchdist_ref.membership.sources import Liveness, NoPeerProcesses, is_stopped
+from torchdist_ref.membership.peer_processes import Liveness, NoPeerProcesses, is_stopped
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.timeouts import CHECK_SECONDS, LONG_WAIT_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
-from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import DirectPath, Range, Semaphore

@@ -25,13 +25,13 @@ from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, advice_on_limit
 from torchdist_ref.membership.events import DISCONNECTED, Ending
-from torchdist_ref.membership.sources import Liveness, NoPeerProcesses
+from torchdist_ref.membership.peer_processes import Liveness, NoPeerProcesses
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.addresses import is_link_local, is_loopback, local_ends, look_up, loopback_address
 from torchdist_ref.stores.sealed import channel_key, innermost
+from torchdist_ref.transports.acceptor import Acceptor, authenticate_to
 from torchdist_ref.transports.base import DirectPath, Range, Segment, Semaphore
-from torchdist_ref.transports.frames import Acceptor, authenticate_to
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mesh import (
     ConnectionMesh,

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from torchdist_ref.membership import sources
-from torchdist_ref.membership.sources import PeerProcesses
+from torchdist_ref.membership import peer_processes
+from torchdist_ref.membership.peer_processes import PeerProcesses
 
 
 @pytest.mark.parametrize("place", ["this thread", "another thread"])
@@ -30,7 +30,7 @@ def test_processes_that_are_closed_during_a_look_are_released_after_it(
         watched.append(len(processes._fds))
         return False
 
-    monkeypatch.setattr(sources, "is_gone", close)
+    monkeypatch.setattr(peer_processes, "is_gone", close)
     looking = threading.Thread(target=processes.dead, daemon=True)
     looking.start()
     looking.join(10.0)

@@ -1,0 +1,124 @@
+"""Store of a simulation, on the host of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
+from torchdist_ref.simulation.world import SimulatedWorld
+from torchdist_ref.stores import HashStore
+from torchdist_ref.stores.base import Text, quote_keys
+from torchdist_ref.timeouts import Deadline
+
+
+class _Changes:
+    """Condition of a simulated store. It has no lock, which a killed rank could hold, and needs none."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._waiting: list[Task] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        task = self._scheduler.running()
+        self._waiting.append(task)
+        self._scheduler.block(self, seconds)
+        if task in self._waiting:
+            self._waiting.remove(task)
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            if task.waits_for is self:
+                self._scheduler.wake(task)
+
+    def __str__(self) -> str:
+        return "a change of the store"
+
+
+class SimulatedStore(HashStore):
+    """Store of a simulation, on the host of rank 0. Each request takes a message there and one back.
+
+    A wait ends at an alarm as at its time-out, so that `WatchedStore` looks for failures.
+
+    Args:
+        world: The world.
+    """
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        super().__init__()
+        self._world = world
+        self._changed = _Changes(world.scheduler)  # type: ignore[assignment]
+        self._wills: dict[int, tuple[str, Text]] = {}
+        self.session_key = bytes(32)
+        world.on_death.append(self._fulfil)
+
+    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
+        """See `Store.set_on_disconnect`."""
+        for name, text in (now or {}).items():
+            self.set(name, text)
+        task = current_task()
+        if task is not None:
+            if value:
+                self._wills[task.owner] = str(key), value
+            else:
+                self._wills.pop(task.owner, None)
+        return True
+
+    def wait_get(
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
+    ) -> list[bytes]:
+        """See `Store.wait_get`."""
+        task = current_task()
+        if on_disconnect is not None and task is not None:
+            self._wills[task.owner] = on_disconnect
+        return super().wait_get(keys, timeout, publish)
+
+    def _fulfil(self, rank: int) -> None:
+        """Set the key that a dead rank has left for this case."""
+        if (will := self._wills.pop(rank, None)) is not None:
+            key, value = will
+            name = key.encode()
+            self._table.values.setdefault(name, value if isinstance(value, bytes) else str(value).encode())
+            self._changed.notify_all()
+
+    def _change(self, action: Callable[[Any], Any]) -> Any:
+        self._travel()
+        return super()._change(action)
+
+    def _travel(self) -> None:
+        """Let the time of a request to the store and of its response pass."""
+        task = current_task()
+        if task is not None:
+            scheduler, wires = self._world.scheduler, self._world.wires
+            scheduler.step()
+            there = wires.notice(scheduler.now, task.owner, 0) - scheduler.now
+            if there and task.owner:
+                scheduler.sleep(2 * there)
+
+    def _wait_for(self, operation: str, deadline: Deadline, missing: Callable[[Any], list[bytes]]) -> None:
+        task = current_task()
+        if task is None:
+            return super()._wait_for(operation, deadline, missing)
+        while absent := missing(self._table):
+            if deadline.passed() or task.alarmed:
+                task.alarmed = False
+                raise self._timed_out(operation, absent, deadline)
+            task.alarmable += 1
+            task.purpose = f"keys in the store ({quote_keys(absent)})"
+            try:
+                self._changed.wait(deadline.remaining())
+            finally:
+                task.alarmable, task.purpose = task.alarmable - 1, ""
+        return None
