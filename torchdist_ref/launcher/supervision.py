@@ -1,7 +1,7 @@
 """Decisions about the workers of one attempt: which one failed first, when the others are stopped, and when killed.
 
 A `Supervision` turns events into actions. It has no process, descriptor or clock: `supervisor` calls a method for each
-event, with the present time, and carries out the actions that follow. So tests need neither workers nor seconds. Do not
+event, with the present time, and performs the actions that follow. So tests need neither workers nor seconds. Do not
 add system calls here.
 """
 

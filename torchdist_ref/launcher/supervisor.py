@@ -1,4 +1,4 @@
-"""Supervisor of workers: the loop that starts them, forwards their output and carries out what `supervision` decides.
+"""Supervisor of workers: the loop that starts them, forwards their output and performs what `supervision` decides.
 
 It never restarts any: `restarts` does, and `elastic.roster` for several hosts.
 
@@ -358,7 +358,7 @@ class Supervisor:
     # Actions
 
     def _act(self) -> None:
-        """Carry out what has been decided. To forward output may lead to further decisions: they come last."""
+        """Perform what has been decided. To forward output may lead to further decisions: they come last."""
         while self.decisions.actions:
             action = self.decisions.actions.pop(0)
             if action.act is Act.REPORT:
