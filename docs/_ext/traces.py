@@ -16,12 +16,13 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from operator import attrgetter
@@ -195,6 +196,24 @@ def group(rank: int, ports: Sequence[int]) -> dict[str, list[Hop]]:
     return {"init_process_group": init.hops, "new_group": new.hops, "destroy_process_group": end.hops}
 
 
+def death() -> dict[str, list[Hop]]:
+    """Trace an all_reduce of rank 0 whose peer, a forked process, was killed; from the wait to the error."""
+    import torchdist_ref as dist
+    from torchdist_ref.testing import fill
+
+    (port,), call, tensor = free_ports(1), dist.all_reduce, fill(0, (256,))
+    child = os.fork()
+    dist.init_process_group("ref", init_method=f"tcp://127.0.0.1:{port}", rank=int(not child), world_size=2)
+    call(tensor)
+    if not child:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with suppress(dist.RankDiedError), Tracer() as tracer:
+        call(tensor)
+    dist.destroy_process_group()
+    return {"death": tracer.hops}
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports of this host that no socket uses."""
     with ExitStack() as opened:
@@ -209,7 +228,7 @@ def run_all() -> dict[str, list[Hop]]:
     """
     from torchdist_ref.testing import run
 
-    found = get()
+    found = get() | death()
     for program in (all_reduce, message, gradient):
         runs = [run(program, 2, ranks="processes")[0] for _ in range(3)]
         found |= {name: min((each[name] for each in runs), key=len) for name in runs[0]}

@@ -18,6 +18,7 @@ MOST_FILES = {
     "init_process_group": 35,
     "new_group": 17,
     "destroy_process_group": 13,
+    "death": 21,
 }
 
 
@@ -32,6 +33,7 @@ def test_a_trace_begins_at_the_public_function() -> None:
     assert first["all_reduce"] == first["all_reduce again"] == "all_reduce"
     for name in ("recv", "init_process_group", "new_group", "destroy_process_group"):
         assert first[name] == name
+    assert first["death"] == "all_reduce"
     assert first["get"] == "TCPStore.get"
     assert first["gradient"].startswith("DistributedDataParallel")
 
