@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,13 @@ def continued(rank: int) -> tuple[int, float]:
 def test_the_survivors_of_a_death_continue_under_new_numbers() -> None:
     result = simulation.run(continued, 4, faults=[Kill(rank=1, operation=70)])
     assert result.faults and result.values == [(3, 0), None, (3, 1), (3, 2)]
+
+
+def test_killed_ranks_leave_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for operation in (4, 7, 10, 30):
+        simulation.run(outcome, 3, reduce, init=False, faults=[Kill(rank=CULPRIT, operation=operation)])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_stopped_rank_continues() -> None:

@@ -15,7 +15,7 @@ from tests.soak import second_parser as second
 from tests.soak.parser import Mesh, small_buffers
 from tests.soak.proofs import Limits, Outcome, mutated, pieces
 from torchdist_ref.errors import AuthenticationError
-from torchdist_ref.transports import frames
+from torchdist_ref.transports import acceptor as acceptor_module
 
 BATCH = 1000
 KEY = bytes(range(100, 132))
@@ -62,7 +62,7 @@ class Client:
 
 def accepted(client: Client, acceptor: int) -> int | str:
     """Return the rank that the library's acceptor accepts, or "refused"."""
-    handshake = frames._PendingHandshake(client, KEY, acceptor)  # type: ignore[arg-type]
+    handshake = acceptor_module._PendingHandshake(client, KEY, acceptor)  # type: ignore[arg-type]
     try:
         while not handshake.done:
             handshake.advance()
@@ -185,7 +185,7 @@ def check_connector(plan: str, rank: int, acceptor: int, rng: random.Random) -> 
     """Run a session with the library's connector, and return a difference."""
     server = Server(plan, rank, acceptor, rng)
     try:
-        frames.authenticate_to(server, KEY, rank, acceptor, monotonic() + 60)  # type: ignore[arg-type]
+        acceptor_module.authenticate_to(server, KEY, rank, acceptor, monotonic() + 60)  # type: ignore[arg-type]
         found = "accepted"
     except AuthenticationError:
         found = "refused"

@@ -102,6 +102,8 @@ class OneRun:
 
     def _run(self) -> None:
         scheduler = self.scheduler
+        # A new thread computes on all cores, and may get other bits then.
+        scheduler.on_task_start = lambda: torch.set_num_threads(1)
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
         program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
         with _collected_at_fixed_points(), _one_thread(), installed([program] if program else []), self._transport():

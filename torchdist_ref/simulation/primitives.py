@@ -44,9 +44,12 @@ see, so they need not look by themselves."""
 
 
 def _step() -> Task | None:
-    """Note an operation of the calling thread, and return its task; None if it belongs to no simulation."""
+    """Note an operation of the calling thread, and return its task; None if it belongs to no simulation.
+
+    Threads that are left when the run is over only release what they hold.
+    """
     task = current_task()
-    if task is not None:
+    if task is not None and not task.scheduler.is_over:
         task.scheduler.step()
     return task
 
@@ -79,6 +82,8 @@ class SimulatedLock:
     def release(self) -> None:
         """See `threading.Lock.release`."""
         if self._scheduler.is_over:
+            # Nobody waits any more, and it may be another thread's.
+            self._locked, self._owner = False, None
             return
         if not self._locked:
             raise RuntimeError("release unlocked lock")

@@ -27,6 +27,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from time import monotonic as real_monotonic
 from time import thread_time
@@ -133,6 +134,7 @@ class Task:
     def _bootstrap(self) -> None:
         self.ident, self.native_id = _thread.get_ident(), _thread.get_native_id()
         TASKS[self.ident] = self
+        self.scheduler.on_task_start()
         self.cpu = thread_time()
         try:
             self._run()
@@ -171,6 +173,7 @@ class Scheduler:
         now: Virtual time in seconds.
         current: Task with the baton.
         on_quiet: Function to call when only time-outs are left.
+        on_task_start: Function to call on the thread of each task, when it starts.
         on_step: Function to call with the running task before each operation that others can notice.
         on_task_error: Function that gets a task that raised, and the traceback as text.
         is_over: Whether the run has ended, so that tasks which are still there have to leave.
@@ -186,6 +189,7 @@ class Scheduler:
         self.current: Task | None = None
         self.tasks: list[Task] = []
         self.on_quiet: Callable[[], None] = lambda: None
+        self.on_task_start: Callable[[], None] = lambda: None
         self.on_step: Callable[[Task], None] = lambda task: None
         self.on_task_error: Callable[[Task, str], None] = lambda task, text: None
         self.is_over = False
@@ -273,20 +277,27 @@ class Scheduler:
                     self.wake(task, False)
 
     def step(self) -> None:
-        """Note an operation that other ranks can notice: time for computation, for a fault, or for another task."""
+        """Note an operation that other ranks can notice: time for computation, for a fault, or for another task.
+
+        If the run ends meanwhile, the operation still takes place: it may be one that closes what the task holds.
+        """
         task = self.running()
-        if self.compute:
-            self._charge(task)
-        self.on_step(task)
-        if self.is_over or task.owner in self._dead or task.owner in self._held:
-            self._set_aside(task)
-        elif self._ready and not self.policy.is_plain:
-            chosen = self.policy.choose(len(self._ready) + 1, stay=1 - _PREEMPTION)
-            if chosen:
-                following = self._ready[chosen - 1]
-                del self._ready[chosen - 1]
-                self._ready.append(task)
-                self._hand_over(task, following)
+        with suppress(SimulationEnded):
+            if self.compute:
+                self._charge(task)
+            self.on_step(task)
+            if self.is_over or task.owner in self._dead or task.owner in self._held:
+                self._set_aside(task)
+            elif self._ready and not self.policy.is_plain:
+                self._let_another_continue(task)
+
+    def _let_another_continue(self, task: Task) -> None:
+        chosen = self.policy.choose(len(self._ready) + 1, stay=1 - _PREEMPTION)
+        if chosen:
+            following = self._ready[chosen - 1]
+            del self._ready[chosen - 1]
+            self._ready.append(task)
+            self._hand_over(task, following)
 
     def _charge(self, task: Task) -> None:
         """Let the virtual time pass that a task has computed since its last step."""
