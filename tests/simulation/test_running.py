@@ -90,12 +90,16 @@ def train(rank: int) -> list[Any]:
         optimizer.zero_grad()
         parallel(fill(rank + 3 * step, (4, 6))).square().mean().backward()
         optimizer.step()
-    return [parameter.tolist() for parameter in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_ddp_trains_as_on_real_ranks() -> None:
+    """The last bits of a product of matrices depend on the addresses of its operands, in each run of torch."""
     real = run_for_real(train, 3)
-    assert [simulation.run(train, 3, seed=seed).values for seed in SEEDS] == [real] * len(SEEDS)
+    for seed in SEEDS:
+        simulated = simulation.run(train, 3, seed=seed).values
+        assert all(torch.equal(a, b) for a, b in zip(*simulated[:2], strict=True))
+        torch.testing.assert_close(simulated, real, rtol=1e-5, atol=1e-7)
 
 
 # ---- one history
