@@ -234,6 +234,29 @@ def test_the_first_failure_is_kept_when_later_calls_only_follow_from_it(
     assert [event.state for event in found.groups[0].events] == ["completed", "failed"]
 
 
+def test_a_dump_has_the_exception_that_the_programs_own_was_raised_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path))
+
+    def program(rank: int) -> None:
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(fill(rank, (3,)))
+        except dist.RankDiedError as error:
+            own = KeyError("no checkpoint")
+            own.__cause__ = error
+            flight_recorder.dump_failure(own, rank)
+
+    with pytest.raises(RankError):
+        run(program, 2, ranks="processes")
+    found = read_file(tmp_path / "rank0.json")
+    assert found.error == "KeyError: 'no checkpoint'"
+    assert found.error_cause.startswith("RankDiedError: ") and "rank 1 died" in found.error_cause
+
+
 def test_a_rank_that_is_blocked_in_c_answers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path / "dumps"))
     read_end, write_end = os.pipe()
