@@ -173,6 +173,8 @@ def test_threads_use_groups_that_torch_made_at_once(monkeypatch: pytest.MonkeyPa
 
     def recorded(self: Registration, group: Any) -> Any:
         made.append(group)
+        # The others come to the same group meanwhile.
+        threading.Event().wait(0.002)
         return make(self, group)
 
     def program(rank: int) -> tuple[int, list[float]]:
