@@ -107,6 +107,20 @@ def test_the_survivors_of_a_death_continue_under_new_numbers() -> None:
     assert result.faults and result.values == [(3, 0), None, (3, 1), (3, 2)]
 
 
+def test_the_news_of_a_death_arrives_while_others_are_busy() -> None:
+    def program(rank: int) -> float:
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(dist.RankDiedError):
+                dist.recv(torch.zeros(2), CULPRIT)
+            return time.monotonic()
+        time.sleep(100)
+        return time.monotonic()
+
+    values = simulation.run(program, 3, faults=[Kill(rank=CULPRIT, at=1.0)]).values
+    assert 1.0 <= values[0] < 1.1 and values[2] == 100.0
+
+
 def test_killed_ranks_leave_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for operation in (4, 7, 10, 30):

@@ -344,7 +344,7 @@ def published(rank: int, error: BaseException) -> Published:
     """Return what a rank publishes of the error for which it leaves a meeting."""
     kind = _kind_by(type(error))
     # The messages of this library say all; of another exception the type matters as much.
-    is_ours = isinstance(error, DistBackendError) or kind in OF_ALL_RANKS
+    is_ours = isinstance(error, DistBackendError)
     return Published(rank, kind, "" if is_ours else type(error).__name__, text_of(error), cause=failure_of(error))
 
 
