@@ -1,8 +1,9 @@
 """Words: the sentences about endings and failures, and the errors that have them as messages.
 
-All English about failures of ranks is in the table `SENTENCES`. No code of this library reads a sentence back: whoever
-needs to know what an error reports reads its attribute ``failure`` (`events`). A test holds that by replacing each
-sentence by its key. Do not add choices of a culprit here: they belong to `blame`.
+All English about failures of ranks is in the table `SENTENCES`. No culprit is chosen by a sentence: code that needs to
+know what an error reports reads its attribute ``failure`` (`events`). A test holds that by replacing each sentence by
+its key. Texts are still searched where a sentence would repeat a name or an advice that it has already. Do not add
+choices of a culprit here: they belong to `blame`.
 """
 
 from __future__ import annotations
