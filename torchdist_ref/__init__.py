@@ -1,141 +1,19 @@
 """torch.distributed you can read: the same API, in Python from the call down to the bytes.
 
 Names are resolved on first use (PEP 562), so that the launcher and the stores work without importing torch.
-Add a public name in the module that defines it, and a line to the table here; nothing is computed in this file.
+Add a public name in the module that defines it, and a line to the table here; nothing is computed in this file. Type
+checkers read `__init__.pyi` instead, which `python -m tests.typed` writes from this table and the names' signatures.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchdist_ref.processes.standard_streams import open_closed_streams as _open_closed_streams
 
 __version__ = "0.1.0"
-
-if TYPE_CHECKING:
-    # Strict type checkers take a name for public only if it is imported as itself.
-    # isort: off
-    from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import BuiltinCommHookType as BuiltinCommHookType
-    from torchdist_ref.errors import (
-        ArgumentError as ArgumentError,
-        ArgumentTypeError as ArgumentTypeError,
-        AuthenticationError as AuthenticationError,
-        BackendArgumentError as BackendArgumentError,
-        DestroyedGroupError as DestroyedGroupError,
-        DistBackendError as DistBackendError,
-        DistError as DistError,
-        DistNetworkError as DistNetworkError,
-        DistStoreError as DistStoreError,
-        EntryError as EntryError,
-        GroupAbortedError as GroupAbortedError,
-        MismatchError as MismatchError,
-        NotInitializedError as NotInitializedError,
-        PicklingError as PicklingError,
-        QueueEmptyError as QueueEmptyError,
-        RankDiedError as RankDiedError,
-        RankStalledError as RankStalledError,
-        RendezvousError as RendezvousError,
-        StoreTimeoutError as StoreTimeoutError,
-        UnsupportedError as UnsupportedError,
-        UsageError as UsageError,
-    )
-    from torchdist_ref.groups import (
-        Backend as Backend,
-        DebugLevel as DebugLevel,
-        DeviceMesh as DeviceMesh,
-        GroupMember as GroupMember,
-        P2POp as P2POp,
-        ProcessGroup as ProcessGroup,
-        ReduceOp as ReduceOp,
-        Work as Work,
-        all_gather as all_gather,
-        all_gather_coalesced as all_gather_coalesced,
-        all_gather_into_tensor as all_gather_into_tensor,
-        all_gather_multigpu as all_gather_multigpu,
-        all_gather_object as all_gather_object,
-        all_gather_single as all_gather_single,
-        all_reduce as all_reduce,
-        all_reduce_coalesced as all_reduce_coalesced,
-        all_reduce_multigpu as all_reduce_multigpu,
-        all_to_all as all_to_all,
-        all_to_all_single as all_to_all_single,
-        barrier as barrier,
-        batch_isend_irecv as batch_isend_irecv,
-        broadcast as broadcast,
-        broadcast_multigpu as broadcast_multigpu,
-        broadcast_object_list as broadcast_object_list,
-        default_pg_timeout as default_pg_timeout,
-        destroy_process_group as destroy_process_group,
-        empty_registered as empty_registered,
-        gather as gather,
-        gather_into_tensor as gather_into_tensor,
-        gather_object as gather_object,
-        gather_single as gather_single,
-        get_backend as get_backend,
-        get_backend_config as get_backend_config,
-        get_backend_impl as get_backend_impl,
-        get_debug_level as get_debug_level,
-        get_default_backend_for_device as get_default_backend_for_device,
-        get_global_rank as get_global_rank,
-        get_group_rank as get_group_rank,
-        get_node_local_rank as get_node_local_rank,
-        get_pg_count as get_pg_count,
-        get_process_group_ranks as get_process_group_ranks,
-        get_rank as get_rank,
-        get_world_size as get_world_size,
-        init_device_mesh as init_device_mesh,
-        init_process_group as init_process_group,
-        irecv as irecv,
-        is_available as is_available,
-        is_backend_available as is_backend_available,
-        is_gloo_available as is_gloo_available,
-        is_initialized as is_initialized,
-        is_mpi_available as is_mpi_available,
-        is_nccl_available as is_nccl_available,
-        is_torchelastic_launched as is_torchelastic_launched,
-        is_ucc_available as is_ucc_available,
-        is_xccl_available as is_xccl_available,
-        isend as isend,
-        monitored_barrier as monitored_barrier,
-        new_group as new_group,
-        new_subgroups as new_subgroups,
-        new_subgroups_by_enumeration as new_subgroups_by_enumeration,
-        recv as recv,
-        recv_object_list as recv_object_list,
-        reduce as reduce,
-        reduce_multigpu as reduce_multigpu,
-        reduce_op as reduce_op,
-        reduce_scatter as reduce_scatter,
-        reduce_scatter_multigpu as reduce_scatter_multigpu,
-        reduce_scatter_single as reduce_scatter_single,
-        reduce_scatter_tensor as reduce_scatter_tensor,
-        scatter as scatter,
-        scatter_object_list as scatter_object_list,
-        send as send,
-        send_object_list as send_object_list,
-        set_debug_level as set_debug_level,
-        set_debug_level_from_env as set_debug_level_from_env,
-        set_timeout as set_timeout,
-        shrink_group as shrink_group,
-        split_group as split_group,
-        supports_complex as supports_complex,
-    )
-    from torchdist_ref.groups.world import group as group
-    from torchdist_ref.parallel import DistributedDataParallel as DistributedDataParallel, GradBucket as GradBucket
-    from torchdist_ref.rendezvous import (
-        register_rendezvous_handler as register_rendezvous_handler,
-        rendezvous as rendezvous,
-    )
-    from torchdist_ref.stores import (
-        FileStore as FileStore,
-        HashStore as HashStore,
-        PrefixStore as PrefixStore,
-        Store as Store,
-        TCPStore as TCPStore,
-    )
-    # isort: on
 
 _HOMES = {
     "torchdist_ref.errors": (

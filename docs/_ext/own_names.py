@@ -120,9 +120,11 @@ def repair_backlinks(
         context["body"] = BACKLINK.sub(repair, context["body"])
 
 
-# Arguments that torch keeps private, and annotations that stay open in the code because torch has no type for them.
+# Arguments that torch keeps private; the type of an operator, whose members have a class that readers never meet; the
+# same of arguments whose annotation stays open in the code.
 HIDDEN = re.compile(r", _ranks: [^,)]*(?=[,)])")
-OPERATOR = re.compile(r"\b(op|reduce_op): (?:~typing\.)?Any = (?:ReduceOp\.)?SUM")
+MEMBER = re.compile(r"~?[\w.]*RedOpType \| ~?[\w.]*ReduceOp\b")
+OPERATOR = re.compile(r"\b(op|reduce_op): (?:(?:~typing\.)?Any|ReduceOp) = (?:ReduceOp\.)?SUM")
 
 
 def public_signature(
@@ -133,14 +135,16 @@ def public_signature(
     made = sphinx_autodoc_typehints.process_signature(app, kind, name, obj, options, signature, returns)  # type: ignore[arg-type]
     if made is None:
         return None
-    return HIDDEN.sub("", OPERATOR.sub(r"\1: ReduceOp = ReduceOp.SUM", made[0])), made[1]
+    shown = OPERATOR.sub(r"\1: ReduceOp = ReduceOp.SUM", MEMBER.sub("ReduceOp", made[0]))
+    return HIDDEN.sub("", shown), made[1]
 
 
 def public_types(app: Sphinx, kind: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Show the same in the list of parameters."""
     for at, line in enumerate(lines):
-        if re.match(r":type (op|reduce_op): .*typing\.Any\\`", line) and "SUM``" in line:
-            lines[at] = f"{line.split(': ')[0]}: :py:class:`~torchdist_ref.ReduceOp`, default: ``ReduceOp.SUM``"
+        if re.match(r":type (op|reduce_op|reduceOp): .*(typing\.Any\\?`.*SUM``|RedOpType)", line):
+            default = ", default: ``ReduceOp.SUM``" if "SUM" in line else ""
+            lines[at] = f"{line.split(': ')[0]}: :py:class:`~torchdist_ref.ReduceOp`{default}"
     lines[:] = [line for line in lines if not re.match(r":(type|param) _ranks:", line)]
 
 

@@ -32,6 +32,8 @@ from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, 
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 SUM = ReduceOp.SUM
+# An `op`: a member of `ReduceOp`, or a ReduceOp made of one, such as ``ReduceOp.PREMUL_SUM(0.5)``.
+Reduction = ReduceOp.RedOpType | ReduceOp
 _REDUCTION_NAMES = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",

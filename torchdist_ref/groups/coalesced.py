@@ -24,6 +24,7 @@ from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explai
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
+    Reduction,
     as_real,
     check_elements,
     check_not_empty,
@@ -40,7 +41,7 @@ _ALL_GATHER = AllGather()
 
 
 def all_reduce_coalesced(
-    tensors: Tensor | list[Tensor], op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
+    tensors: Tensor | list[Tensor], op: Reduction = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Future[Any] | None:
     """Reduce each tensor of a list over all ranks, in place.
 

@@ -29,6 +29,7 @@ from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explai
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
+    Reduction,
     check_outputs,
     check_tensor,
     member_group,
@@ -114,7 +115,7 @@ def submit_lists(
 
 
 def all_reduce(
-    tensor: Tensor, op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
+    tensor: Tensor, op: Reduction = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce a tensor over all ranks, in place; every rank gets the same result, bit for bit.
 
@@ -225,7 +226,7 @@ def broadcast(
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
-    op: Any = SUM,
+    op: Reduction = SUM,
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
     group_dst: int | None = None,

@@ -18,6 +18,7 @@ from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
     REDUCE_SCATTER,
     SUM,
+    Reduction,
     as_real,
     blocks_match,
     blocks_of,
@@ -452,7 +453,7 @@ def _check_own(
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
-    op: Any = SUM,
+    op: Reduction = SUM,
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -513,7 +514,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
-    op: Any = SUM,
+    op: Reduction = SUM,
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -560,7 +561,7 @@ def reduce_scatter_tensor(
 
 
 def reduce_scatter_single(
-    output: Tensor, input: Tensor, op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
+    output: Tensor, input: Tensor, op: Reduction = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce a tensor over all ranks, one block for each: torch 2.13's name for `reduce_scatter_tensor`.
 

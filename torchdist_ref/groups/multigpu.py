@@ -24,6 +24,7 @@ from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     SUM,
+    Reduction,
     check_elements,
     check_not_empty,
     check_one_dtype,
@@ -95,7 +96,7 @@ def broadcast_multigpu(
 
 
 def all_reduce_multigpu(
-    tensor_list: list[Tensor], op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
+    tensor_list: list[Tensor], op: Reduction = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce all tensors of all ranks to one value, which each of them receives.
 
@@ -143,7 +144,7 @@ def all_reduce_multigpu(
 def reduce_multigpu(
     tensor_list: list[Tensor],
     dst: int,
-    op: Any = SUM,
+    op: Reduction = SUM,
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
     dst_tensor: int = 0,
@@ -257,7 +258,7 @@ def all_gather_multigpu(
 def reduce_scatter_multigpu(
     output_tensor_list: list[Tensor],
     input_tensor_lists: list[list[Tensor]],
-    op: Any = SUM,
+    op: Reduction = SUM,
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:

@@ -694,7 +694,7 @@ def _check_attributes(name: str, made: base.Backend) -> None:
         raise ArgumentError(explain(f"backend {name!r}, {type(made).__name__}", "name", expected, made.name))
 
 
-def supports_complex(reduceOp: Any) -> bool:
+def supports_complex(reduceOp: ReduceOp.RedOpType | ReduceOp) -> bool:
     """Return whether a reduction supports complex dtypes.
 
     Args:
