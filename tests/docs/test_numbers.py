@@ -25,7 +25,7 @@ CONSTANTS = {
     ("how-to/several_hosts.md", "10 seconds"),
     ("how-to/several_hosts.md", "15 minutes"),
     ("how-to/several_hosts.md", "30 seconds"),
-    ("how-to/simulate_ranks.md", "10 seconds"),
+    ("how-to/simulate_ranks.md", "8 seconds"),
     ("how-to/simulate_ranks.md", "30 minutes"),
     ("reference/distributed/initialization.rst", "30 minutes"),
 }

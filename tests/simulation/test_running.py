@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import socket
@@ -22,6 +23,7 @@ from torchdist_ref.simulation import BlockedOutsideError, DeadlockError, Network
 from torchdist_ref.testing import fill
 from torchdist_ref.testing import run as run_for_real
 
+Program = Callable[[int], Any]
 SEEDS = range(4)
 HOSTS = Network(alpha=2e-5, hosts=(0, 0, 1, 1, 2))
 
@@ -290,18 +292,79 @@ def test_ranks_that_need_longer_than_they_may_are_named() -> None:
         simulation.run(program, 3, timeout=50, init=False)
 
 
-def blocks_outside(rank: int) -> None:
+def blocks_at_a_socket(rank: int) -> None:
     if rank == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(20)
+            server.settimeout(3)
             server.accept()
 
 
-def test_a_rank_that_blocks_outside_the_simulation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_at_a_process(rank: int) -> None:
+    if rank == 1:
+        subprocess.run(["sleep", "3"], check=True)
+
+
+def blocks_in_c(rank: int) -> None:
+    if rank == 1:
+        ctypes.CDLL(None).sleep(3)
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [(blocks_at_a_socket, "accept()"), (blocks_at_a_process, "os.waitpid("), (blocks_in_c, "sleep(3)")],
+)
+def test_a_rank_that_blocks_outside_the_simulation_is_named(
+    monkeypatch: pytest.MonkeyPatch, program: Program, line: str
+) -> None:
     monkeypatch.setattr(simulation.one_run, "STUCK_SECONDS", 0.5)
-    monkeypatch.setattr(simulation.scheduler, "END_SECONDS", 0.1)
-    with pytest.raises(BlockedOutsideError, match=rf"rank 1 has been blocked .* in {__file__}:"):
-        simulation.run(blocks_outside, 2, init=False)
+    with pytest.raises(BlockedOutsideError) as raised:
+        simulation.run(program, 2, init=False)
+    text = str(raised.value).partition("\n")[0]
+    assert text.startswith("rank 1 has been blocked for 0.5 s in something that is not simulated, at `")
+    assert line in text and f"in {__file__}:" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (
+            lambda rank: dist.new_group(backend="gloo"),
+            "argument 'backend' must be 'ref' or 'fake' on simulated ranks, got 'gloo'",
+        ),
+        (
+            lambda rank: dist.TCPStore("127.0.0.1", 1, 2, rank == 0),
+            "TCPStore: sockets have no virtual time. Simulated ranks have a store already",
+        ),
+        (
+            lambda rank: torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=rank),
+            "torch.distributed.init_process_group: it connects by sockets of torch's, which have no virtual time.",
+        ),
+    ],
+)
+def test_waits_without_virtual_time_are_refused_in_one_sentence(program: Program, text: str) -> None:
+    with pytest.raises(RankError) as raised:
+        simulation.run(program, 2)
+    assert text in str(raised.value.__cause__)
+
+
+def test_what_ranks_may_not_use_works_beside_them() -> None:
+    """Other threads of the process make stores as always."""
+    begun, ports = threading.Event(), []
+
+    def look() -> None:
+        begun.wait(60)
+        ports.append(dist.TCPStore("127.0.0.1", 0, 1, True).port)
+
+    def program(rank: int) -> None:
+        begun.set()
+        while not ports:
+            sum(range(1000))
+
+    outside = threading.Thread(target=look)
+    outside.start()
+    simulation.run(program, 1, init=False)
+    outside.join()
+    assert ports[0] > 0
 
 
 # ---- arguments
@@ -311,7 +374,7 @@ def test_a_rank_that_blocks_outside_the_simulation_is_named(monkeypatch: pytest.
     ("options", "text"),
     [
         ({"world_size": 0}, "argument 'world_size' must be a number of ranks, at least 1, got 0"),
-        ({"backend": "gloo"}, "argument 'backend' must be 'ref' or 'fake', got 'gloo'"),
+        ({"backend": "gloo"}, "argument 'backend' must be 'ref' or 'fake' on simulated ranks, got 'gloo'"),
         ({"compute": -1}, "argument 'compute' must be a factor of 0 or more"),
         ({"timeout": 0}, "argument 'timeout' must be a positive number"),
         ({"network": Network(hosts=(0, 1))}, "argument 'network.hosts' must be one host for each of 3 ranks"),
@@ -319,6 +382,13 @@ def test_a_rank_that_blocks_outside_the_simulation_is_named(monkeypatch: pytest.
         ({"faults": [simulation.Kill(rank=1)]}, "argument 'at' must be a time, or operation="),
         ({"faults": [simulation.Kill(rank=1, at=1.0, operation=2)]}, "argument 'at' must be a time, or operation="),
         ({"faults": [simulation.Kill(rank=1, at=-1.0)]}, "argument 'at' must be a time of 0 s or later"),
+        ({"faults": [simulation.Kill(rank="1", at=1.0)]}, "argument 'rank' must be a rank from 0 to 2, got '1'"),
+        ({"faults": [simulation.Slow(rank=1, at=1.0, factor=-2)]}, "argument 'factor' must be a positive number, got"),
+        ({"faults": [simulation.Stop(rank=1, at=1.0, seconds=-2)]}, "argument 'seconds' must be a positive number"),
+        ({"faults": [simulation.Cut(some=(1,), at=1.0, seconds=0)]}, "argument 'seconds' must be a positive number"),
+        ({"faults": [simulation.Cut(some=(), at=1.0)]}, "argument 'some' must be some of 3 ranks, and not all"),
+        ({"faults": [simulation.Cut(some=(0, 1, 2), at=1.0)]}, "argument 'some' must be some of 3 ranks, and not all"),
+        ({"faults": [simulation.Cut(some=(0, 7), at=1.0)]}, "argument 'rank' must be a rank from 0 to 2, got 7"),
         ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow or Cut"),
     ],
 )
@@ -360,6 +430,3 @@ def test_a_run_draws_itself_and_is_a_table() -> None:
 
 def test_the_runner_of_tests_has_simulated_ranks() -> None:
     assert run_for_real(every_collective, 3, ranks="simulated", seeds=3) == run_for_real(every_collective, 3)
-
-
-Program = Callable[[int], Any]

@@ -157,11 +157,12 @@ def choice(name: str) -> BackendChoice:
         UsageError: No backend has this name; see `names_by_device`.
     """
     by_device = names_by_device(name)
-    make = _factory(by_device[""]) if "" in by_device else partial(ByDevice, by_device)
+    make = factory_of(by_device[""]) if "" in by_device else partial(ByDevice, by_device)
     return BackendChoice(name, by_device.get("cpu", by_device.get("", name)), make, config_text(name))
 
 
-def _factory(name: str) -> Factory:
+def factory_of(name: str) -> Factory:
+    """Return the function that makes the backend of a group, for a name that exists."""
     found = registered.get(name)
     if found is None and name in NCCL_NAMES:
         return partial(_load("torchdist_ref.backends.torch_native.nccl:Nccl"), name=name)
@@ -263,7 +264,7 @@ class ByDevice(Backend):
         self.recorder = membership.recorder
         self.backends: dict[str, Backend] = {}
         for device, backend in backends.items():
-            self.backends[device] = _factory(backend)(_membership_for(membership, device))
+            self.backends[device] = factory_of(backend)(_membership_for(membership, device))
             self.backends[device].recorder = self.recorder
         self._first = next(iter(self.backends.values()))
 

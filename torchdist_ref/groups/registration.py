@@ -88,7 +88,7 @@ def _explain_second_initialization() -> None:
 
 
 @cache
-def _adapt_torch() -> None:
+def adapt_torch() -> None:
     """Put our functions in place of three of torch's, at the first default group; they stay until the process ends."""
     limit_objects()
     registry.share_servers()
@@ -105,7 +105,7 @@ def share(world: World) -> None:
             return
     elif torch.distributed.is_initialized():
         return
-    _adapt_torch()
+    adapt_torch()
     world.registration = Registration(world)
 
 

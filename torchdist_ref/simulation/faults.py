@@ -36,6 +36,10 @@ class Fault:
             ArgumentError: A rank does not exist, or the fault has no moment or two.
         """
         name = type(self).__name__
+        for quantity in ("seconds", "factor"):
+            value = getattr(self, quantity, None)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise ArgumentError(explain(f"simulation.{name}", quantity, "a positive number", value))
         for rank in self.ranks:
             if type(rank) is not int or not 0 <= rank < world_size:
                 raise ArgumentError(explain(f"simulation.{name}", "rank", f"a rank from 0 to {world_size - 1}", rank))
@@ -115,6 +119,13 @@ class Cut(Fault):
     def ranks(self) -> tuple[int, ...]:
         """See `Fault.ranks`."""
         return tuple(self.some)
+
+    def check(self, world_size: int) -> None:
+        """See `Fault.check`."""
+        if not isinstance(self.some, Collection) or not 0 < len(set(self.some)) < world_size:
+            expected = f"some of {world_size} ranks, and not all"
+            raise ArgumentError(explain("simulation.Cut", "some", expected, self.some))
+        super().check(world_size)
 
 
 def check_all(faults: Sequence[Fault], world_size: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import linecache
+import os
 import sys
 import threading
 import traceback
@@ -23,6 +25,7 @@ from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, v
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
+from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refusing
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
 from torchdist_ref.simulation.store import SimulatedStore
@@ -31,9 +34,9 @@ from torchdist_ref.transports import selection
 
 _one_at_a_time = threading.Lock()
 """Held during a run, which replaces names of modules."""
-STUCK_SECONDS = 10.0
+STUCK_SECONDS = 8.0
 """Real time after which a rank that neither computes nor reaches an operation is blocked outside the simulation."""
-_PACKAGE = __name__.split(".")[0]
+_PACKAGE, _SIMULATION = __name__.split(".")[0], __name__.rpartition(".")[0]
 
 
 def simulated_store() -> SimulatedStore:
@@ -106,7 +109,8 @@ class OneRun:
         scheduler.on_task_start = lambda: torch.set_num_threads(1)
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
         program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
-        with _collected_at_fixed_points(), _one_thread(), installed([program] if program else []), self._transport():
+        programs = [program] if program else []
+        with _collected_at_fixed_points(), _one_thread(), refusing(), installed(programs), self._transport():
             with building(scheduler):
                 store = SimulatedStore(self.world)
             for rank in range(self.size):
@@ -242,9 +246,9 @@ class OneRun:
             frame = task.frame
             stack = "".join(traceback.format_stack(frame)) if frame else ""
             raise BlockedOutsideError(
-                f"rank {task.owner} has been blocked for {STUCK_SECONDS:g} s in something that is not simulated, in "
-                f"{_place(frame)}. Sockets, processes, C++ and threads that a rank did not start have no virtual "
-                f"time.\n{stack}",
+                f"rank {task.owner} has been blocked for {STUCK_SECONDS:g} s in something that is not simulated, "
+                f"{_innermost(frame)}, in {_place(frame)}. Sockets, processes, C++ and threads that a rank did not "
+                f"start have no virtual time.\n{stack}",
                 task.owner,
             )
 
@@ -294,9 +298,8 @@ def _check(fn: Any, world_size: Any, network: Any, compute: Any, backend: Any, t
         raise ArgumentError(explain(operation, "network.hosts", expected, network.hosts))
     if compute != "measured" and not (isinstance(compute, int | float) and compute >= 0):
         raise ArgumentError(explain(operation, "compute", "a factor of 0 or more, or 'measured'", compute))
-    if backend not in ("ref", "fake", None):
-        hint = "torch's backends wait in C++, where no virtual time reaches them."
-        raise ArgumentError(explain(operation, "backend", "'ref' or 'fake'", backend, hint=hint))
+    if backend is not None and backend not in SIMULATED_BACKENDS:
+        refuse_backend(backend)
     if timeout is not None and not timeout > 0:
         raise ArgumentError(explain(operation, "timeout", "a positive number of virtual seconds", timeout))
 
@@ -333,13 +336,23 @@ def _place(frame: FrameType | None) -> str:
     called, found = "", frame
     while found is not None:
         module = found.f_globals.get("__name__", "").split(".")[0]
-        if module == _PACKAGE:
+        if found.f_globals.get("__name__", "").startswith(_SIMULATION):
+            pass
+        elif module == _PACKAGE:
             called = found.f_code.co_name
         elif module not in sys.stdlib_module_names and module != "torch":
             where = f"{found.f_code.co_filename}:{found.f_lineno}"
             return f"{called} at {where}" if called else where
         found = found.f_back
     return called or "the library"
+
+
+def _innermost(frame: FrameType | None) -> str:
+    """Return the line of code at which a thread waits."""
+    if frame is None:
+        return "nobody knows where"
+    code, line = frame.f_code, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f"at `{line}` of {code.co_qualname} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
 def _cycle(awaited: dict[int, list[int]]) -> list[int]:

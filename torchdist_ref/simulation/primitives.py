@@ -13,6 +13,7 @@ than in a real run, and the library pays nothing for it outside a simulation.
 from __future__ import annotations
 
 import _thread
+import concurrent.futures.thread
 import queue
 import sys
 import threading
@@ -30,6 +31,8 @@ from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
 
 EPOCH = 1_000_000_000.0
 """`time.time()` at the beginning of each run."""
+ORIGIN = 1.0
+"""`time.perf_counter()` at the beginning of each run: not 0, which the flight recorder reads as "not yet"."""
 NEVER = 3.0e7
 """Seconds after which nothing happens in a simulation: the run ends instead."""
 _SLICES = {
@@ -388,10 +391,10 @@ def _wait_all(futures: Sequence[Any]) -> list[Any]:
 _FUNCTIONS: dict[Any, Any] = {
     time.sleep: _sleep,
     time.monotonic: _clock(time.monotonic, lambda now: now),
-    time.perf_counter: _clock(time.perf_counter, lambda now: now),
+    time.perf_counter: _clock(time.perf_counter, lambda now: ORIGIN + now),
     time.time: _clock(time.time, lambda now: EPOCH + now),
     time.monotonic_ns: _clock(time.monotonic_ns, _nanoseconds),
-    time.perf_counter_ns: _clock(time.perf_counter_ns, _nanoseconds),
+    time.perf_counter_ns: _clock(time.perf_counter_ns, lambda now: _nanoseconds(ORIGIN) + _nanoseconds(now)),
     time.time_ns: _clock(time.time_ns, lambda now: _nanoseconds(EPOCH) + _nanoseconds(now)),
     threading.Lock: _made_by(threading.Lock, SimulatedLock),
     _thread.allocate_lock: _made_by(_thread.allocate_lock, SimulatedLock),
@@ -445,6 +448,15 @@ def installed(programs: Sequence[ModuleType] = ()) -> Iterator[None]:
     finally:
         for where, name, value in reversed(replaced):
             setattr(where, name, value)
+        _forget_workers()
+
+
+def _forget_workers() -> None:
+    """Remove simulated workers of executors from the threads that Python joins when it exits: they have never run."""
+    workers: Any = concurrent.futures.thread._threads_queues  # type: ignore[attr-defined]  # noqa: SLF001 (no other name)
+    for thread in [*workers]:
+        if hasattr(thread, _TASK):
+            del workers[thread]
 
 
 _REPLACEABLE = tuple({type(function) for function in _FUNCTIONS})

@@ -456,11 +456,16 @@ class Scheduler:
             return
         self.current = first
         first.resume()
+        stuck: Task | None = None
         try:
             while not self._over.acquire(timeout=_WATCH_SECONDS):
                 watch()
+        except Exception:
+            # What `watch` says of the running task: it reacts to nothing.
+            stuck = self.current
+            raise
         finally:
-            self.finish()
+            self.finish(stuck)
 
     def stop_run(self) -> None:
         """End the run: no task continues."""
@@ -468,12 +473,16 @@ class Scheduler:
             self.is_over = True
             self._over.release()
 
-    def finish(self) -> None:
-        """End the threads that are left, one after the other. Their last operations reach nobody."""
+    def finish(self, stuck: Task | None = None) -> None:
+        """End the threads that are left, one after the other. Their last operations reach nobody.
+
+        Args:
+            stuck: Task that does not end; it is left behind.
+        """
         self.is_over = True
         end = real_monotonic() + END_SECONDS
         for task in self.tasks:
-            if task.ident and not task.has_ended:
+            if task.ident and not task.has_ended and task is not stuck:
                 self.current = task
                 if task.baton.locked():
                     task.baton.release()
