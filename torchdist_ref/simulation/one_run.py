@@ -29,8 +29,7 @@ from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
 from torchdist_ref.simulation.store import SimulatedStore
-from torchdist_ref.simulation.world import HOST_PREFIX, SimulatedWorld, connect
-from torchdist_ref.transports import selection
+from torchdist_ref.simulation.world import SimulatedWorld, transport
 
 _one_at_a_time = threading.Lock()
 """Held during a run, which replaces names of modules."""
@@ -110,7 +109,7 @@ class OneRun:
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
         program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
         programs = [program] if program else []
-        with _collected_at_fixed_points(), _one_thread(), refusing(), installed(programs), self._transport():
+        with _collected_at_fixed_points(), _one_thread(), refusing(), installed(programs), transport(self.world):
             with building(scheduler):
                 store = SimulatedStore(self.world)
             for rank in range(self.size):
@@ -122,19 +121,6 @@ class OneRun:
             if self.timeout is not None:
                 scheduler.at(self.timeout, scheduler.stop_run)
             scheduler.run(self._watch)
-
-    @contextmanager
-    def _transport(self) -> Iterator[None]:
-        row = selection.Transport(
-            lambda endpoints: endpoints[0].host.startswith(HOST_PREFIX.encode()),
-            lambda group: connect(self.world, group),
-        )
-        before = selection.TRANSPORTS
-        selection.TRANSPORTS = {"simulated": row, **before}
-        try:
-            yield
-        finally:
-            selection.TRANSPORTS = before
 
     def _rank(self, rank: int, store: SimulatedStore) -> None:
         self.world.place(rank)

@@ -453,7 +453,7 @@ def installed(programs: Sequence[ModuleType] = ()) -> Iterator[None]:
 
 def _forget_workers() -> None:
     """Remove simulated workers of executors from the threads that Python joins when it exits: they have never run."""
-    workers: Any = concurrent.futures.thread._threads_queues  # type: ignore[attr-defined]  # noqa: SLF001 (no other name)
+    workers: Any = concurrent.futures.thread._threads_queues  # noqa: SLF001 (no other name)
     for thread in [*workers]:
         if hasattr(thread, _TASK):
             del workers[thread]

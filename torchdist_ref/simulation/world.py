@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchdist_ref.simulation.network import Wires
 from torchdist_ref.simulation.primitives import SimulatedSemaphore
 from torchdist_ref.simulation.scheduler import Scheduler, current_task
 from torchdist_ref.simulation.timeline import Timeline
+from torchdist_ref.transports import selection
 from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow
@@ -233,3 +235,17 @@ def connect(world: SimulatedWorld, group: GroupEndpoints) -> Link:
     with link.joining():
         link.handshake(group.watch)
     return link
+
+
+@contextmanager
+def transport(world: SimulatedWorld) -> Iterator[None]:
+    """Let simulated ranks find the transport of their world in the block, before all others."""
+    row = selection.Transport(
+        lambda endpoints: endpoints[0].host.startswith(HOST_PREFIX.encode()), lambda group: connect(world, group)
+    )
+    before = selection.TRANSPORTS
+    selection.TRANSPORTS = {"simulated": row, **before}
+    try:
+        yield
+    finally:
+        selection.TRANSPORTS = before
