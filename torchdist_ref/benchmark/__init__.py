@@ -6,7 +6,9 @@
     python -m torchdist_ref.benchmark calls        cost of the public API and of imports
     python -m torchdist_ref.benchmark ddp          a step of training, by model and hook
     python -m torchdist_ref.benchmark faults       from a death, a mismatch or a Ctrl-C to the error
+    python -m torchdist_ref.benchmark fit          numbers of a simulation's network, for this machine
     python -m torchdist_ref.benchmark hooks        DDP's communication hooks: bytes, errors, step times, loss
+    python -m torchdist_ref.benchmark predict      real times beside simulated ones
     python -m torchdist_ref.benchmark start        from nothing to a group, and back
     python -m torchdist_ref.benchmark store        sets, gets and adds a second; a barrier of clients
 

@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.benchmark import calls, checkouts, collectives, ddp, faults, hooks, start, store
-from torchdist_ref.benchmark.harness import Harness, file
+from torchdist_ref.benchmark import calls, collectives, ddp, faults, fit, hooks, predict, start, store
+from torchdist_ref.benchmark.harness import Harness, add_common_options
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
-MODULES = (calls, collectives, ddp, faults, hooks, start, store)
+MODULES = (calls, collectives, ddp, faults, fit, hooks, predict, start, store)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
@@ -47,12 +47,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_options(name: str, parser: argparse.ArgumentParser) -> None:
     """Add all options of a command to its parser."""
-    add = parser.add_argument
-    COMMANDS[name].add_options(add)
-    if name in checkouts.COMMANDS:
-        text = "compare this checkout with an older one, which runs twice; a folder with a package torchdist_ref"
-        add("--against-checkout", type=checkouts.folder, metavar="DIR", help=text)
-    add("--json", type=file, metavar="FILE", help="write all samples, with the machine, versions and date")
+    COMMANDS[name].add_options(parser.add_argument)
+    add_common_options(name, parser.add_argument)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,14 @@ def plot_file(path: str) -> str:
     return file(path)
 
 
+def add_common_options(name: str, add: AddOption) -> None:
+    """Add the options that several commands have."""
+    if name in checkouts.COMMANDS:
+        text = "compare this checkout with an older one, which runs twice; a folder with a package torchdist_ref"
+        add("--against-checkout", type=checkouts.folder, metavar="DIR", help=text)
+    add("--json", type=file, metavar="FILE", help="write all samples, with the machine, versions and date")
+
+
 class Harness:
     """Run of one command.
 
@@ -96,6 +104,7 @@ class Harness:
         against: Folder of the older checkout to compare with; None for none.
         results: Results so far.
         notes: Remarks for the report, such as the reason why a backend was left out.
+        summary: Further entries of the report, by name.
         bar: Progress bar.
         shows_parts: Whether tables are printed at each heading, and not only at the end.
     """
@@ -105,6 +114,7 @@ class Harness:
         self.against: str | None = getattr(settings, "against_checkout", None)
         self.results: list[Any] = []
         self.notes: list[str] = []
+        self.summary: dict[str, Any] = {}
         self.bar = report.ProgressBar()
         self.shows_parts, self._shown, self._heading = False, 0, ""
         self._pending: list[list[Result]] = [[] for _ in checkouts.SIDES]
@@ -211,7 +221,7 @@ class Harness:
 
     def _write(self, path: str) -> None:
         """Write the report."""
-        name, summary = self.settings.benchmark, {}
+        name, summary = self.settings.benchmark, self.summary
         entries = getattr(self.command, "entries", lambda results: [each.entry() for each in results])
         if self.against:
             name, entries, summary = f"{name} against checkout", checkouts.entries, checkouts.summary(self.results)

@@ -31,6 +31,7 @@ from torchdist_ref.schedules.compose import (
 from torchdist_ref.schedules.contract import Contract, contract
 from torchdist_ref.schedules.cost import Cost, cost
 from torchdist_ref.schedules.drawing import draw, timeline
+from torchdist_ref.schedules.network import Network
 from torchdist_ref.schedules.schedule import (
     Move,
     Pattern,
@@ -43,7 +44,7 @@ from torchdist_ref.schedules.schedule import (
     carry,
     carry_run,
 )
-from torchdist_ref.schedules.simulate import Network, Trace, TraceEvent, simulate
+from torchdist_ref.schedules.simulate import Trace, TraceEvent, simulate
 from torchdist_ref.schedules.verify import Violation, verify, violations
 
 __all__ = [

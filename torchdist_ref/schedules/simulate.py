@@ -1,10 +1,11 @@
-"""Simulated time of a schedule: a clock for every rank, on a network with three numbers.
+"""Simulated time of a schedule: a clock for every rank, on a network of a few numbers (`network.Network`).
 
 A message of ``k`` bytes takes ``alpha + k beta`` seconds and reducing it takes ``k gamma`` (Hockney's model). A
 rank sends one message at a time and receives one at a time (both at once); messages of a round start in order:
 the first of every receiver before the second of any, and among those first the first rank of every host, then
 the second; a rank enters its next round when it has completed this one, without waiting for other ranks;
-reductions follow arrivals, in listed order. Local copies are free.
+reductions follow arrivals, in listed order. A local copy takes `copy` seconds a byte, by default none. Without
+`overlap` a rank does one of these at a time, and nothing else while it sends or receives.
 
 Hosts: between ranks of one host a message is a read by the receiver, with ``local_alpha`` and ``local_beta``, and
 occupies no other rank. Between hosts all ranks of a host share its one network card in each direction.
@@ -18,7 +19,7 @@ microseconds and 500 bytes of events a message. So 16,384 ranks take seconds, bu
 scatter_all_gather, where every rank receives from every rank and no two at the same times: 268 million messages (10
 seconds are enough for 700 and 900 ranks).
 
-Do not add here: other network effects. This clock is for comparing algorithms, not for promising times.
+Do not add here: effects that `network.Network` has no number for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.schedules.network import COPIED, WRITTEN, Network
 from torchdist_ref.schedules.schedule import Message, Runs, Schedule, messages, pattern_of, picture, runs_of
 
 # Ranks. From so many on, a few represent all.
@@ -94,35 +96,6 @@ class Trace(Sequence[TraceEvent]):
         return picture(self)
 
 
-@dataclass(frozen=True)
-class Network:
-    """Seconds per message, per byte moved and per byte reduced, and the host of each rank.
-
-    Args:
-        alpha: seconds per message between hosts (default 30 microseconds, TCP from Python).
-        beta: seconds per byte between hosts (default 1.25 GB/s, a 10 Gbit/s card).
-        gamma: seconds per byte reduced (default 8 GB/s).
-        hosts: the host of each rank, numbered in any way (default: every rank on a host of its own).
-        local_alpha: seconds per message within a host (default 0.3 microseconds, a semaphore).
-        local_beta: seconds per byte within a host (default 8 GB/s, a copy).
-
-    Raises:
-        ArgumentError: one of the times is negative.
-    """
-
-    alpha: float = 30e-6
-    beta: float = 1 / 1.25e9
-    gamma: float = 1 / 8e9
-    hosts: tuple[int, ...] | None = None
-    local_alpha: float = 0.3e-6
-    local_beta: float = 1 / 8e9
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "gamma", "local_alpha", "local_beta"):
-            if not getattr(self, name) >= 0:
-                raise ArgumentError(explain("Network", name, "seconds, 0 or more", getattr(self, name)))
-
-
 class _Until(dict[int, float]):
     """Time until which each rank is busy in a round; by default the start of its round."""
 
@@ -137,12 +110,15 @@ class _Until(dict[int, float]):
 class _Clock:
     """Times at which each rank, and each network card, is free again. Rank ``r`` has the time of ``r % len(ready)``."""
 
-    def __init__(self, world: int, slot: float, network: Network) -> None:
+    def __init__(self, world: int, slot: float, network: Network, nbytes: float) -> None:
         self.network, self.slot, self.world = network, slot, world
+        uncached = network.uncached(nbytes)
+        self.local_beta = network.per_byte(network.local_beta, WRITTEN, uncached)
+        self.copy = network.per_byte(network.copy, COPIED, uncached)
         self.hosts: Sequence[int] = network.hosts or range(world)
         self.local_ranks = _local_ranks(self.hosts)
         self.cards = dict.fromkeys(self.hosts, (0.0, 0.0)) if network.hosts else None
-        self.ready = [0.0] * world
+        self.ready = [network.overhead] * world
         self.events: list[TraceEvent] = []
 
     def narrowed(self, period: int) -> bool:
@@ -169,7 +145,10 @@ class _Clock:
     def round(self, moves: Runs) -> None:
         """Advance the times by the messages of one round."""
         # Only ranks that take part are touched: a chain has as many rounds as ranks, and two busy ranks in each.
-        self.sending, self.receiving, self.working = _Until(self.ready), _Until(self.ready), _Until(self.ready)
+        self.sending = _Until(self.ready)
+        self.receiving, self.working = self.sending, self.sending
+        if self.network.overlap:
+            self.receiving, self.working = _Until(self.ready), _Until(self.ready)
         for message in self._in_order(messages(moves)):
             nbytes, label = message.slots * self.slot, message.label
             arrived = self._transfer(message, nbytes, label)
@@ -193,14 +172,16 @@ class _Clock:
         if message.src == message.dst:
             # Listed order: local work waits for the moves listed before it, which may write its operand.
             return self.receiving[dst]
-        if self.hosts[message.src] == self.hosts[message.dst]:
+        far = self.hosts[message.src] != self.hosts[message.dst]
+        if not far:
             start = max(self.ready[src], self.receiving[dst])
-            end = start + self.network.local_alpha + nbytes * self.network.local_beta
+            end = start + self.network.local_alpha + nbytes * self.local_beta
         else:
             start = self._card_free(src, dst, max(self.sending[src], self.receiving[dst]), nbytes)
-            self.sending[src] = end = start + self.network.alpha + nbytes * self.network.beta
+            end = start + self.network.alpha + nbytes * self.network.beta
+            self.sending[src] = end if self.network.overlap else end - self.network.alpha
             self._record(message.src, "send", start, end, message.dst, nbytes, label)
-        self.receiving[dst] = end
+        self.receiving[dst] = self.sending[src] if far else end
         self._record(message.dst, "recv", start, end, message.src, nbytes, label)
         return end
 
@@ -223,7 +204,8 @@ class _Clock:
             self._record(message.dst, "reduce", start, end, message.src, nbytes, label)
         elif message.src == message.dst:
             nbytes = message.slots * self.slot
-            self._record(message.dst, "copy", arrived, arrived, message.src, nbytes, label)
+            self.receiving[rank] = end = arrived + nbytes * self.copy
+            self._record(message.dst, "copy", arrived, end, message.src, nbytes, label)
 
     def _record(self, rank: int, kind: str, start: float, end: float, peer: int, nbytes: float, label: str) -> None:
         # With few ranks for all, the events of the others equal those of these.
@@ -289,7 +271,7 @@ def simulate(
     if representative is None:
         representative = world >= MIN_REPRESENTED
     few = _period(network.hosts, world) if representative else world
-    clock = _Clock(world, nbytes * float(schedule.share), network)
+    clock = _Clock(world, nbytes * float(schedule.share), network, nbytes)
     narrow = sum(_round(schedule, step, clock, few) for step in range(len(schedule.rounds)))
     some = "rank 0 represents" if few == 1 else f"ranks 0 to {few - 1} represent"
     note = f"{some} all ranks in {narrow} of {len(schedule.rounds)} rounds" if narrow else ""

@@ -4,7 +4,7 @@
 """
 
 from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
-from torchdist_ref.schedules.simulate import Network
+from torchdist_ref.schedules.network import Network
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop
 from torchdist_ref.simulation.one_run import simulated_store
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun

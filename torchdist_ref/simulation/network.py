@@ -3,14 +3,15 @@
 The model is that of `schedules.simulate`: a message of ``k`` bytes takes ``alpha + k beta`` seconds between hosts, and
 ``local_alpha + k local_beta`` within a host, where the receiver reads it and nobody else is busy. Between hosts a rank
 sends one message at a time and receives one at a time, and the ranks of a host share its network card in each
-direction.
+direction. Without `overlap` a rank's processor does one thing at a time: it computes, sends or receives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchdist_ref.schedules.simulate import Network as Network
+from torchdist_ref.schedules.network import WRITTEN
+from torchdist_ref.schedules.network import Network as Network
 
 
 class Wires:
@@ -36,25 +37,44 @@ class Wires:
         self.hosts = network.hosts or tuple(range(size))
         self._arrived: dict[tuple[int, int], float] = {}
         self.cut: set[tuple[int, int]] = set()
-        self._sending, self._receiving = [0.0] * size, [0.0] * size
+        self._sending, self._receiving, self._working = [0.0] * size, [0.0] * size, [0.0] * size
+        if not network.overlap:
+            self._sending = self._receiving = self._working
         self._cards_out = dict.fromkeys(self.hosts, 0.0)
         self._cards_in = dict.fromkeys(self.hosts, 0.0)
 
-    def arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
-        """Return when a message that a rank sends now arrives, and occupy the network for it."""
+    def occupy(self, now: float, rank: int, seconds: float) -> float:
+        """Return when a rank has done some work that it begins now, and occupy its processor for it."""
+        if self.network.overlap:
+            return now + seconds
+        self._working[rank] = end = max(now, self._working[rank]) + seconds
+        return end
+
+    def arrival(self, now: float, source: int, target: int, nbytes: int, uncached: float = 0.0) -> float:
+        """Return when a message that a rank sends now arrives, and occupy the network for it.
+
+        Args:
+            now: Time.
+            source: Rank that sends it.
+            target: Rank that receives it.
+            nbytes: Bytes of data.
+            uncached: Part of the call that memory limits.
+        """
         network, here, there = self.network, self.hosts[source], self.hosts[target]
         pair = source, target
         if not nbytes:
             end = self.notice(now, source, target)
         elif here == there:
+            beta = network.per_byte(network.local_beta, WRITTEN, uncached)
             start = max(now, self._receiving[target])
-            self._receiving[target] = end = start + network.local_alpha + nbytes * network.local_beta
+            self._receiving[target] = end = start + network.local_alpha + nbytes * beta
         else:
             start = max(now, self._sending[source], self._receiving[target])
             if network.hosts is not None:
                 start = max(start, self._cards_out[here], self._cards_in[there])
                 self._cards_out[here] = self._cards_in[there] = start + nbytes * network.beta
-            self._sending[source] = self._receiving[target] = end = start + network.alpha + nbytes * network.beta
+            end = start + network.alpha + nbytes * network.beta
+            self._sending[source] = self._receiving[target] = end if network.overlap else end - network.alpha
         self._arrived[pair] = end = max(end, self._arrived.get(pair, 0.0))
         return end
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from time import monotonic as real_monotonic
 from types import FrameType
 from typing import Any
@@ -282,7 +283,8 @@ def _check(fn: Any, world_size: Any, network: Any, compute: Any, backend: Any, t
     if network is not None and network.hosts is not None and len(network.hosts) != world_size:
         expected = f"one host for each of {world_size} ranks"
         raise ArgumentError(explain(operation, "network.hosts", expected, network.hosts))
-    if compute != "measured" and not (isinstance(compute, int | float) and compute >= 0):
+    factor = isinstance(compute, int | float) and not isinstance(compute, bool) and 0 <= compute < inf
+    if compute != "measured" and not factor:
         raise ArgumentError(explain(operation, "compute", "a factor of 0 or more, or 'measured'", compute))
     if backend is not None and backend not in SIMULATED_BACKENDS:
         refuse_backend(backend)

@@ -20,14 +20,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
+from torchdist_ref.simulation.scheduler import Scheduler, SimulationEnded, Task, current_task
 
 EPOCH = 1_000_000_000.0
 """`time.time()` at the beginning of each run."""
@@ -306,7 +306,13 @@ def _made_by(real: Callable[..., Any], simulated: Callable[[Scheduler], Any]) ->
 def _clock(real: Callable[[], Any], virtual: Callable[[float], Any]) -> Callable[[], Any]:
     def now() -> Any:
         task = current_task()
-        return real() if task is None else virtual(task.scheduler.now)
+        if task is None:
+            return real()
+        scheduler = task.scheduler
+        if scheduler.compute and not scheduler.is_over:
+            with suppress(SimulationEnded):
+                scheduler.charge(task)
+        return virtual(scheduler.now)
 
     return now
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torchdist_ref.errors import ArgumentTypeError, explain
 from torchdist_ref.ranks.outcomes import RankError
+from torchdist_ref.schedules.network import Network
 from torchdist_ref.simulation.faults import Fault
-from torchdist_ref.simulation.network import Network
 from torchdist_ref.simulation.one_run import OneRun
 from torchdist_ref.simulation.result import SimulatedRun
 
@@ -60,8 +60,8 @@ def run(
         seed: Seed of the interleaving. 0 is the plain order, in which a rank runs until it has to wait; every other
             seed gives another legal order.
         network: Times of messages, and hosts of the ranks. Default: everything arrives at once, on one host.
-        compute: Virtual seconds for each second of processor time that ranks use: 0 for none, 1 or ``"measured"`` for
-            as long as it takes here. Two runs measure different times, so only 0 gives equal ones.
+        compute: Virtual seconds for each second of processor time that ranks use between calls: 0 for none, 1 or
+            ``"measured"`` for as long as it takes here. Two runs measure different times, so only 0 gives equal ones.
         faults: Deaths, stops and cuts of the plan.
         timeout: Virtual time at which the run ends, in seconds; ranks that still run then are named. Default: none.
         backend: Backend of the default group: ``"ref"`` or ``"fake"``.

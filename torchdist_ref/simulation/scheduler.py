@@ -26,8 +26,8 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from time import monotonic as real_monotonic
 from time import thread_time
@@ -99,6 +99,8 @@ class Task:
         native_id: The system's number of it.
         waits_for: Object or text that the task waits for, for reports; None while it can run.
         purpose: Description of its wait for reports, where `waits_for` says too little; empty otherwise.
+        uncached: Part of the call that the task is in which memory limits.
+        calls: Number of calls of the library that the task is in: their processor time is no computation.
         alarmed: Whether something has changed that a wait has to look at again.
         has_ended: Whether its function has returned.
         joiners: Tasks that wait for its end.
@@ -121,6 +123,7 @@ class Task:
         self.result = False
         self.alarmable = 0
         self.cpu = 0.0
+        self.uncached, self.calls = 0.0, 0
         self._started = False
 
     def resume(self) -> None:
@@ -181,6 +184,7 @@ class Scheduler:
         activity: Number of messages, of sleeps of programs, and of time-outs. A look for failures is none of these.
         order: Digest of the order in which ranks had the baton.
         slow: Factor of the time that computation takes, by rank.
+        occupy: Function that returns when a rank's processor has done some work, from the rank and the seconds.
     """
 
     def __init__(self, policy: Policy, compute: float = 0.0) -> None:
@@ -196,6 +200,7 @@ class Scheduler:
         self.switches = self.activity = 0
         self.order = sha256()
         self.slow: dict[int, float] = {}
+        self.occupy: Callable[[int, float], float] = lambda owner, seconds: self.now + seconds
         self._ready: deque[Task] = deque()
         self._held: dict[int, list[Task]] = {}
         self._dead: set[int] = set()
@@ -284,7 +289,7 @@ class Scheduler:
         task = self.running()
         with suppress(SimulationEnded):
             if self.compute:
-                self._charge(task)
+                self.charge(task)
             self.on_step(task)
             if self.is_over or task.owner in self._dead or task.owner in self._held:
                 self._set_aside(task)
@@ -299,13 +304,32 @@ class Scheduler:
             self._ready.append(task)
             self._hand_over(task, following)
 
-    def _charge(self, task: Task) -> None:
-        """Let the virtual time pass that a task has computed since its last step."""
-        used = thread_time() - task.cpu
-        seconds = used * self.compute * self.slow.get(task.owner, 1.0)
+    def work(self, seconds: float) -> None:
+        """Let the virtual time pass that some work of the calling task's rank takes, once its processor is free."""
         if seconds > 0:
-            self.sleep(seconds)
+            task = self.running()
+            end = self.occupy(task.owner, seconds * self.slow.get(task.owner, 1.0))
+            self.sleep(end - self.now)
+
+    def charge(self, task: Task) -> None:
+        """Let the virtual time pass that a task has computed since it was charged last."""
+        used = thread_time() - task.cpu
+        if not task.calls:
+            self.work(used * self.compute)
         task.cpu = thread_time()
+
+    @contextmanager
+    def in_call(self, task: Task) -> Iterator[None]:
+        """Count the processor time of the block as the library's, not as computation."""
+        if self.compute:
+            self.charge(task)
+        task.calls += 1
+        try:
+            yield
+        finally:
+            task.calls -= 1
+            if self.compute:
+                task.cpu = thread_time()
 
     def _set_aside(self, task: Task) -> None:
         """Take the baton from a task whose rank was killed or stopped just now."""

@@ -13,6 +13,7 @@ from typing import Any
 from torchdist_ref.backends.ref.tag_matching import PostedReceive, Receiver
 from torchdist_ref.membership.events import KILLED, Ending
 from torchdist_ref.processes.identity import simulated_place
+from torchdist_ref.simulation.charges import charged
 from torchdist_ref.simulation.network import Wires
 from torchdist_ref.simulation.primitives import SimulatedSemaphore
 from torchdist_ref.simulation.scheduler import Scheduler, current_task
@@ -20,10 +21,11 @@ from torchdist_ref.simulation.timeline import Timeline
 from torchdist_ref.transports import selection
 from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow
-from torchdist_ref.transports.selection import GroupEndpoints
+from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow, window_for
 
 HOST_PREFIX = "simulated/"
+WINDOW_BYTES = 512 * 1024
+"""Window between hosts, as over TCP."""
 FIRST_PID = 1000
 """Number of the process of rank 0."""
 
@@ -50,6 +52,7 @@ class SimulatedWorld:
         self.timeline = Timeline()
         self.on_death: list[Callable[[int], None]] = []
         self.held: list[tuple[int, int, Callable[[], None]]] = []
+        scheduler.occupy = lambda rank, seconds: wires.occupy(scheduler.now, rank, seconds)
 
     def place(self, rank: int) -> None:
         """Let the calling context be that of a rank, with its host and its process."""
@@ -183,7 +186,7 @@ class SimulatedSegment(CommonSegment):
                     scheduler.alarm(to)
                 semaphore.release()
 
-            arrival = wires.arrival(scheduler.now, source, to, nbytes)
+            arrival = wires.arrival(scheduler.now, source, to, nbytes, 0.0 if task is None else task.uncached)
             if nbytes:
                 world.record(source, "sent", to, nbytes, arrival)
             if arrival > scheduler.now:
@@ -212,11 +215,14 @@ class SimulatedLiveness:
         """See `Liveness.close`."""
 
 
-def connect(world: SimulatedWorld, group: GroupEndpoints) -> Link:
+def connect(world: SimulatedWorld, group: selection.GroupEndpoints) -> Link:
     """Connect a rank to the others of its group, as `transports.selection.Transport.connect`."""
     rank, members = group.rank, group.members
     owners = tuple(int(endpoint.process) - FIRST_PID for endpoint in group.endpoints)
-    layout = SegmentLayout(len(members), window=256 * 1024, cells=2, mailbox_bytes=0)
+    hosts = tuple(world.wires.hosts[owner] for owner in owners)
+    # The windows of the real transports: the times of copies and messages depend on them.
+    window = window_for(len(members)) if len(set(hosts)) == 1 else WINDOW_BYTES
+    layout = SegmentLayout(len(members), window=window, cells=2, mailbox_bytes=0)
     if rank:
         segment = world.segments[group.store.get("segment").decode()]
     else:
@@ -228,7 +234,6 @@ def connect(world: SimulatedWorld, group: GroupEndpoints) -> Link:
     link.liveness = SimulatedLiveness(world, owners)
     link.rows = segment.join(rank)
     link.row = link.rows[rank]
-    hosts = tuple(world.wires.hosts[owner] for owner in owners)
     link.hosts = hosts if len(set(hosts)) > 1 else None
     link.row.join(os.getpid())
     world.ends.setdefault(owners[rank], []).append((link, segment))
@@ -239,13 +244,14 @@ def connect(world: SimulatedWorld, group: GroupEndpoints) -> Link:
 
 @contextmanager
 def transport(world: SimulatedWorld) -> Iterator[None]:
-    """Let simulated ranks find the transport of their world in the block, before all others."""
+    """Let simulated ranks find the transport of their world in the block, and calls take the time of its network."""
     row = selection.Transport(
         lambda endpoints: endpoints[0].host.startswith(HOST_PREFIX.encode()), lambda group: connect(world, group)
     )
     before = selection.TRANSPORTS
     selection.TRANSPORTS = {"simulated": row, **before}
     try:
-        yield
+        with charged(world.scheduler, world.wires.network):
+            yield
     finally:
         selection.TRANSPORTS = before

@@ -422,7 +422,7 @@ class StagedRounds:
         slots = StagedSlots(self, location)
         moves = plan.moves_into(number) if plan.carries_data else ()
         return CompiledRound(
-            writes=tuple(self._writes(number, begin, slots)),
+            writes=tuple(self.staging_copies(number, begin, slots)),
             signals=tuple(
                 link.make_signal("ready", peer, slots.shown_to(number, peer, begin, handshake))
                 for peer in (link.peers if handshake else targets)
@@ -433,7 +433,7 @@ class StagedRounds:
             readers=tuple((link.released_by[peer], peer) for peer in targets if self._flow_control),
         )
 
-    def _writes(self, number: int, begin: int, slots: StagedSlots) -> list[Step]:
+    def staging_copies(self, number: int, begin: int, slots: StagedSlots) -> list[Step]:
         """Return the copies of a round from this rank's tensors to its staging buffer."""
         plan = self.plan
         mine = plan.staged[number].get(plan.rank, ()) if plan.carries_data else ()

@@ -92,10 +92,14 @@ class StepMaker:
     Args:
         plan: The call.
         on_device: Whether operands are in the memory of a device, where the host cannot copy by address.
+
+    Attributes:
+        itemsize: Bytes of an element.
     """
 
     def __init__(self, plan: Plan, on_device: bool = False) -> None:
         self._dtype: torch.dtype = plan.dtype
+        self.itemsize = plan.dtype.itemsize
         self._views: dict[int, Views] = {}
         self._reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op, True) if plan.reduction else None
         self._divisor = plan.divisor if plan.divides_at_once else 0
