@@ -20,6 +20,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
 from torch.nn.parallel import distributed
 
 TESTS = Path(__file__).parent
+# The files whose code may name CUDA: others ask for an accelerator, whatever its type.
+NAMES_CUDA = {
+    "transports/cuda_ipc.py": "memory that processes share",
+    "backends/torch_native/nccl.py": "NCCL",
+    "launcher/devices.py": "the variable of CUDA's driver, which assigns devices to ranks",
+    "launcher/environment.py": "the same",
+    "groups/queries.py": "torch's public tables of backends have it as a key",
+    "parallel/logging_data.py": "a field of torch's logging data",
+    "pipeline/pipe.py": "a method of torch.nn.Module",
+}
 FUNCTION, IMPORTED, LOOSE, UNFORMATTED = 60, 12, 10, 10
 # Names of classes that two modules have, and why one of them cannot change.
 FORCED_BY_TORCH = {"Backend": "torch has a class of names of backends; here `backends.base` has the interface, too"}
@@ -238,3 +248,31 @@ def test_every_file_says_what_it_is_for() -> None:
         if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree_of(path))
     ]
     assert not silent
+
+
+def names_of_cuda(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each name, and of each text without spaces, that has CUDA in it; docstrings have any."""
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    # The parts of a text with values in it are parts of a message.
+    docstrings |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        named = getattr(node, "attr", getattr(node, "id", getattr(node, "arg", getattr(node, "name", None))))
+        if isinstance(node, ast.Constant) and node not in docstrings and " " not in str(node.value):
+            named = node.value
+        if isinstance(named, str) and "cuda" in named.lower():
+            yield node.lineno, named
+
+
+def test_few_files_name_cuda() -> None:
+    found: dict[str, list[str]] = {}
+    for path in layers.files():
+        for line, text in names_of_cuda(tree_of(path)):
+            found.setdefault(str(path.relative_to(layers.SOURCE)), []).append(f"{line}: {text}")
+    print("places that name CUDA:", sum(map(len, found.values())))
+    assert found.keys() == NAMES_CUDA.keys(), {name: found[name] for name in found.keys() - NAMES_CUDA.keys()}
+
+
+def test_names_of_cuda_are_found() -> None:
+    source = '"""torch.cuda"""\ntorch.cuda.synchronize()\ntensor.is_cuda\nkind = "cuda"\nf"use {kind} or cuda"\n'
+    source += 'text = "such as cuda:nccl"\ndef cuda(): ...\n'
+    assert sorted(line for line, _ in names_of_cuda(ast.parse(source))) == [2, 3, 4, 7]

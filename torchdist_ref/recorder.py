@@ -152,6 +152,7 @@ class Recorder:
 
     Attributes:
         record: Function that appends an `Entry`.
+        before_reading: Function that is called before calls are read, for a backend that must ask which have ended.
         on_failure: Function that is called with the exception of each failed call, in place of the one that
             `report_failures_to` has set; None by default.
 
@@ -169,6 +170,7 @@ class Recorder:
     def __init__(self, capacity: int | None = None) -> None:
         self._ring: deque[Entry] = deque(maxlen=capacity_from_environment() if capacity is None else capacity)
         self.record: Callable[[Entry], None] = self._ring.append
+        self.before_reading: Callable[[], None] | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
 
     def begin(self, number: Number, call: Call, operands: Operands) -> Entry:
@@ -195,17 +197,22 @@ class Recorder:
 
     def find(self, number: Number) -> CallRecord | None:
         """Return the call with a number, or None if it is not kept."""
-        return next((_record_of(entry) for entry in reversed(list(self._ring)) if entry[NUMBER] == number), None)
+        return next((_record_of(entry) for entry in reversed(self._entries()) if entry[NUMBER] == number), None)
+
+    def _entries(self) -> list[Entry]:
+        if self.before_reading is not None:
+            self.before_reading()
+        return list(self._ring)
 
     def events(self) -> list[CallRecord]:
         """Return all calls that are kept, oldest first, those in progress included."""
-        return [_record_of(entry) for entry in list(self._ring)]
+        return [_record_of(entry) for entry in self._entries()]
 
     def __iter__(self) -> Iterator[CallRecord]:
         return (record for record in self.events() if record.end)
 
     def __len__(self) -> int:
-        return sum(1 for entry in list(self._ring) if entry[END])
+        return sum(1 for entry in self._entries() if entry[END])
 
 
 def _record_of(entry: Entry) -> CallRecord:

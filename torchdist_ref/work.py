@@ -40,7 +40,7 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
-from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals import accelerators, torch_private
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 log = logging.getLogger("torchdist_ref.backends")
@@ -835,7 +835,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 
 def devices_of(outputs: Sequence[Any]) -> list[Any]:
     """Return the accelerators of the outputs, which a future must know to hold such tensors."""
-    return list({output.device for output in outputs if getattr(output, "is_cuda", False)})
+    return list(accelerators.devices_of(output for output in outputs if isinstance(output, Tensor)))
 
 
 class Done(Work):

@@ -77,7 +77,7 @@ def test_fp16_hook_communicates_float16() -> None:
 def test_post_local_sgd_changes_groups_at_start_step(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a subgroup, that of the ranks of a host: as many as it has GPUs."""
     if not given:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
 
     def program(rank: int) -> Any:
         pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] if given else None
@@ -98,7 +98,7 @@ def test_post_local_sgd_changes_groups_at_start_step(given: bool, monkeypatch: p
 
 
 def test_post_local_sgd_without_a_subgroup_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     with pytest.raises(dist.ArgumentError, match="'subgroup' must be a group, got None"):
         post_localSGD_hook.PostLocalSGDState(None, None, 5)
 

@@ -1,4 +1,4 @@
-"""Simulated CUDA devices on the CPU: streams that run no task before a wait, and tensors of them.
+"""Stand-ins for devices, on the CPU: streams that run no task before a wait, and tensors of them.
 
 No device delays tasks longer, so code that forgets to wait reads old values for sure. Code that uses an address of the
 device on the host, or computes with tensors of both, gets an error, as with a device.
@@ -21,13 +21,17 @@ from torch import Tensor
 from torchdist_ref.backends import operands
 from torchdist_ref.backends.ref import contiguous, one_gpu
 from torchdist_ref.groups import arguments
+from torchdist_ref.torch_internals import accelerators
 from torchdist_ref.transports import registered_memory
+
+HOST = torch.device("cpu")
 
 
 class Stream:
     """Queue of tasks that run when something waits for them."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
+        self.device = device
         self._tasks: list[Callable[[], object]] = []
         self._running = threading.RLock()
 
@@ -63,6 +67,11 @@ class Event:
     def synchronize(self) -> None:
         self._stream.run_until(self._over.is_set)
 
+    def query(self) -> bool:
+        """Run the tasks before this event: whoever asks again and again waits for it."""
+        self.synchronize()
+        return True
+
 
 _of_thread = threading.local()
 
@@ -87,7 +96,6 @@ def on_stream(stream: Stream) -> Iterator[None]:
 class OnDevice(Tensor):
     """Tensor of the simulated device: all computations with it are queued."""
 
-    is_cuda = True
     is_cpu = False
 
     @classmethod
@@ -150,17 +158,24 @@ def seen_by_host(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor).clone()
 
 
-def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace CUDA in this process and those forked from it, by a device whose memory ranks can't share."""
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(contiguous, "side_stream", Stream)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the device to this process and those forked from it; its memory cannot be shared by ranks."""
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(accelerators, "current_stream", current_stream)
+    monkeypatch.setattr(accelerators, "on_stream", on_stream)
+    monkeypatch.setattr(accelerators, "side_stream", Stream)
     monkeypatch.setattr(contiguous, "pinned", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    monkeypatch.setattr(one_gpu, "MEMORY", Nameless())
+    share_memory_by(Nameless(), monkeypatch)
+
+
+def share_memory_by(memory: SharedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(one_gpu.MEMORIES, HOST.type, memory)
 
 
 class SharedDevice:
-    """`DeviceMemory` of the simulated device, which is registered memory of the host."""
+    """`DeviceMemory` of the stand-in, which is registered memory of the host."""
+
+    collected = 0
 
     def name(self, device: torch.device) -> str:
         return "the one device"
@@ -175,6 +190,9 @@ class SharedDevice:
     def open(self, exported: bytes) -> Tensor:
         pid, handle = pickle.loads(exported)
         return on_device(registered_memory.PeerMemory(pid).view(handle, torch.uint8, handle.end - handle.begin))
+
+    def collect(self) -> None:
+        self.collected += 1
 
 
 class Separate(SharedDevice):

@@ -15,11 +15,36 @@ import torch.distributed as c10d
 from torchdist_ref.backends.torch_native.nccl import Nccl
 
 
+class OnStream:
+    """Work of a call on a stream: waiting orders the current stream and returns, whether its event has passed or not.
+
+    Args:
+        work: The work of Gloo, which has ended.
+
+    Attributes:
+        passed: Whether the events behind the calls have passed.
+    """
+
+    passed = False
+
+    def __init__(self, work: Any) -> None:
+        work.wait()
+
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return OnStream.passed
+
+
 class CoalescedWork:
     """One work of several calls, which can be waited for repeatedly, unlike Gloo's."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def wait(self, *timeout: Any) -> bool:
         while self._works:
@@ -31,6 +56,8 @@ class StandIn:
     """Gloo with the interface of ProcessGroupNCCL."""
 
     made: ClassVar[list[StandIn]] = []
+    ended: ClassVar[list[str]] = []
+    barriers: ClassVar[list[Any]] = []
 
     class Options:
         """Options for `pg_options`."""
@@ -49,6 +76,14 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gloo, name)
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+        self._gloo.shutdown()
+
+    def barrier(self, opts: Any) -> Any:
+        self.barriers.append(opts.device)
+        return self._gloo.barrier(c10d.distributed_c10d.BarrierOptions())
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.connected = device
@@ -134,4 +169,6 @@ def instead_of_nccl(monkeypatch: pytest.MonkeyPatch, in_table: bool = False) -> 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Nccl, "device", "cpu")
     monkeypatch.setattr(StandIn, "made", [])
+    monkeypatch.setattr(StandIn, "ended", [])
+    monkeypatch.setattr(StandIn, "barriers", [])
     monkeypatch.setattr(Event, "log", [])

@@ -128,7 +128,7 @@ def training(rank: int, size: int) -> None:
 def without_ipc(rank: int, size: int) -> None:
     """Let one rank fail to export: all go through pinned memory."""
     if rank == 1:
-        one_gpu.MEMORY.export = refuse  # type: ignore[method-assign]
+        one_gpu.MEMORIES["cuda"].export = refuse  # type: ignore[method-assign]
     data = [fill(r, (100_000,)) for r in range(size)]
     for _ in range(3):
         dist.all_reduce(tensor := data[rank].cuda())

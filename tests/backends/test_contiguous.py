@@ -6,6 +6,7 @@ What only a real device shows is in `test_on_gpu`.
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import pytest
 import torch
@@ -16,20 +17,21 @@ from tests.backends.device_stand_in import (
     OnDevice,
     Stream,
     current_stream,
-    instead_of_cuda,
     on_device,
     on_stream,
     seen_by_host,
+    stand_in,
     to_be_doubled,
 )
 from torchdist_ref.backends.ref import contiguous
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.testing import fill, run
+from torchdist_ref.transports.link import Link
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    instead_of_cuda(monkeypatch)
+    stand_in(monkeypatch)
 
 
 TOTAL = fill(0, (1000,)) + fill(1, (1000,))
@@ -137,10 +139,14 @@ def test_only_what_is_read_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch
     assert copied == [10, 10]
 
 
-def test_contiguous_tensors_are_not_copied() -> None:
-    tensor, call = fill(0, (4, 3)), AllReduce("sum")
-    assert contiguous.contiguous_on_host(tensor, call) is tensor and contiguous.receive_buffer(tensor, call) is tensor
-    assert contiguous.contiguous_on_host(tensor.t(), call).data_ptr() != tensor.data_ptr()
-    for look in (contiguous.contiguous_on_host, contiguous.receive_buffer):
-        with pytest.raises(dist.DistBackendError, match="meta"):
-            look(torch.empty(2, device="meta"), call)
+def test_contiguous_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, call, no_link = fill(0, (4, 3)), AllReduce("sum"), cast("Link", None)
+    assert contiguous.contiguous_on_host(tensor, call, no_link) is tensor
+    assert contiguous.receive_buffer(tensor, call) is tensor
+    assert contiguous.contiguous_on_host(tensor.t(), call, no_link).data_ptr() != tensor.data_ptr()
+    on_meta = torch.empty(2, device="meta")
+    monkeypatch.undo()
+    with pytest.raises(dist.DistBackendError, match="meta"):
+        contiguous.contiguous_on_host(on_meta, call, no_link)
+    with pytest.raises(dist.DistBackendError, match="meta"):
+        contiguous.receive_buffer(on_meta, call)

@@ -5,6 +5,9 @@ What only a device can show is in `test_on_gpu`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,15 @@ import torch
 import torch.distributed as c10d
 
 import torchdist_ref as dist
-from tests.backends.nccl_stand_in import Event, StandIn, TableStandIn, instead_of_nccl
+from tests.backends.nccl_stand_in import Event, OnStream, StandIn, TableStandIn, instead_of_nccl
+from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.registry import default_name, names_by_device
 from torchdist_ref.backends.torch_native import nccl
+from torchdist_ref.calls import Barrier
+from torchdist_ref.stores import PrefixStore
 from torchdist_ref.testing import fill, run
 
+ROOT = Path(__file__).parents[2]
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 
 
@@ -156,7 +163,7 @@ def orders(rank: int, size: int) -> tuple[list[str], list[str], list[float]]:
     """A strided output is brought back once, by who waits first; whoever waits later comes after that."""
     base = fill(rank, (3, 2))
     work = dist.all_reduce(base.t()[0], async_op=True)
-    assert work is not None and work.is_completed()
+    assert work is not None and work.wait()
     first = list(Event.log)
     base.t()[0].add_(100)
     assert work.wait() and work.is_completed() and work.get_future().wait()[0] is work.result()[0]
@@ -167,6 +174,80 @@ def test_a_later_stream_waits_for_the_copies_of_the_first(stand_in: None, tmp_pa
     wanted = (fill(0, (3, 2)).t()[0] + fill(1, (3, 2)).t()[0] + 100).tolist()
     for first, later, values in ran(orders, tmp_path):
         assert first == ["record"] and later[1:] == ["wait"] * 4 and values == wanted
+
+
+def test_a_call_is_complete_when_its_event_has_passed(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was complete as soon as it was on its stream, for callers and in the flight recorder."""
+    start = StandIn.__getattr__
+
+    def on_stream(self: StandIn, *arguments: Any) -> OnStream:
+        return OnStream(start(self, "allreduce")(*arguments))
+
+    monkeypatch.setattr(StandIn, "allreduce", on_stream, raising=False)
+    monkeypatch.setattr(OnStream, "passed", False)
+    dist.init_process_group("nccl", store=dist.HashStore(), **ALONE)
+    try:
+        recorder = dist.group.WORLD.recorder  # type: ignore[union-attr]
+        works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(2)]
+        assert all(work is not None and work.wait() and not work.is_completed() for work in works)
+        assert [event.state for event in recorder.events()] == ["started", "started"] and len(recorder) == 0
+        OnStream.passed = True
+        assert [event.state for event in recorder.events()] == ["completed", "completed"] and len(recorder) == 2
+        assert all(work is not None and work.is_completed() and work.is_success() for work in works)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("current", "local", "used", "wanted"),
+    [(0, "3", None, 3), (0, None, None, 1), (2, "3", None, 2), (0, "3", "cpu:2", 2), (3, None, "cpu:1", 1)],
+    ids=["launched", "without a launcher", "set by the program", "used before", "used, on a thread with another"],
+)
+def test_a_barrier_runs_on_the_device_that_the_group_uses(
+    stand_in: None, monkeypatch: pytest.MonkeyPatch, current: int, local: str | None, used: str | None, wanted: int
+) -> None:
+    """Every rank took the current device of the calling thread: the first one on a thread that had set none."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    given = Membership(PrefixStore("one", dist.HashStore()), 0, (5,), "one", 5.0)
+    backend = nccl.Nccl(given)
+    try:
+        if used is not None:
+            # A tensor of the CPU has no number of a device; that of a stand-in for one does.
+            monkeypatch.setattr(backend, "used", torch.device(used))
+        backend.submit(Barrier(), [], [], True)
+        assert StandIn.barriers == [torch.device("cpu", wanted)]
+    finally:
+        backend.close()
+
+
+def test_a_barrier_follows_the_tensors_of_earlier_calls(stand_in: None) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), **ALONE)
+    dist.all_reduce(torch.ones(2))
+    dist.barrier()
+    dist.destroy_process_group()
+    assert StandIn.barriers == [torch.device("cpu")]
+
+
+UNDESTROYED = """
+import atexit
+# The function that is registered first runs last.
+atexit.register(lambda: print("threads ended:", StandIn.ended))
+import pytest, torch, torchdist_ref as dist
+from tests.backends.nccl_stand_in import StandIn, instead_of_nccl
+instead_of_nccl(pytest.MonkeyPatch())
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_threads_in_cpp_end_before_the_interpreter_does() -> None:
+    """Its watchdog calls our store, and a thread that enters Python during finalization aborts the process."""
+    done = subprocess.run([sys.executable, "-c", UNDESTROYED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "threads ended: ['shutdown']\n"), done.stderr
 
 
 def uneven(rank: int, size: int) -> list[float]:
@@ -188,7 +269,7 @@ def early(rank: int, size: int) -> tuple[bool, bool]:
     with dist.group.WORLD.backend.coalescing():  # type: ignore[union-attr]
         works = [dist.isend(fill(rank, (3,)), 1 - rank), dist.irecv(got, 1 - rank)]
         before = any(work.is_completed() for work in works if work)
-    return before, all(work.is_completed() for work in works if work)
+    return before, all(work.wait() and work.is_completed() for work in works if work)
 
 
 def test_messages_of_a_batch_are_coalesced(stand_in: None, tmp_path: Any) -> None:

@@ -24,9 +24,10 @@ from tests.backends.device_stand_in import (
     Separate,
     SharedDevice,
     current_stream,
-    instead_of_cuda,
     on_device,
     seen_by_host,
+    share_memory_by,
+    stand_in,
     to_be_doubled,
 )
 from torchdist_ref.backends.ref import contiguous, one_gpu
@@ -40,9 +41,9 @@ through_host: list[int] = []
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    instead_of_cuda(monkeypatch)
+    stand_in(monkeypatch)
     monkeypatch.setattr(one_gpu, "BUFFER_BYTES", BUFFER_BYTES)
-    monkeypatch.setattr(one_gpu, "MEMORY", SharedDevice())
+    share_memory_by(SharedDevice(), monkeypatch)
     monkeypatch.setattr(contiguous, "pinned", counted)
     through_host.clear()
 
@@ -240,7 +241,7 @@ UNSUPPORTED = {
 
 def with_an_unsupported_rank(rank: int, kind: type[SharedDevice]) -> tuple[list[str], int]:
     if rank == 1:
-        one_gpu.MEMORY = kind()
+        one_gpu.MEMORIES["cpu"] = kind()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -296,7 +297,7 @@ def test_survivors_name_the_dead_rank() -> None:
 
 def die_in_agreement(rank: int) -> str:
     if rank == 1:
-        one_gpu.MEMORY.open = lambda exported: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
+        one_gpu.MEMORIES["cpu"].open = lambda exported: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(dist.RankDiedError) as caught:
         dist.all_reduce(on_device(torch.ones(900)))
     return str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -128,3 +129,13 @@ def test_ctrl_c_interrupts_a_wait_on_a_store_of_torchs() -> None:
         # In the block: on a busy machine the signal may come before the wait.
         threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT)).start()
         store.wait(["missing"], timedelta(hours=1))
+
+
+def test_cpp_clones_our_stores() -> None:
+    """torch's split_group and NCCL's shrink do; it was "Tried to call pure virtual function c10d::Store::clone"."""
+    below = dist.HashStore()
+    ours = StoreForTorch(below)
+    clone = c10d.PrefixStore("part", ours).clone()
+    clone.set("color", "red")
+    gc.collect()
+    assert clone.get("color") == b"red" and below.get("part/color") == b"red"

@@ -28,11 +28,17 @@ def register_with_torch() -> None:
 
 
 def _register() -> None:
+    import torch
     import torch.distributed as c10d
 
-    if c10d.is_available() and not hasattr(c10d.Backend, "REF"):
-        # The devices are named so that torch's own default for them stays what it is.
-        c10d.Backend.register_backend("ref", _create, extended_api=True, devices=["cpu"])
+    if not c10d.is_available():
+        return
+    # torch keeps its own default for the devices that have one; for others, such as simulated ones, `ref` is it. A
+    # package may register its device later, and then calls this again.
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if c10d.Backend.backend_capability.get("ref") != devices:
+        c10d.Backend.register_backend("ref", _create, extended_api=True, devices=devices)
 
 
 def _create(options: Any, _: Any) -> Any:

@@ -91,6 +91,11 @@ class Backend(ABC):
         """Return a new CPU tensor, in registered memory if this backend has such."""
         return torch.empty(size, dtype=dtype, device="cpu")
 
+    @property
+    def device_types(self) -> Sequence[str]:
+        """Types of the devices whose tensors the backend takes."""
+        return ("cpu",)
+
     def implementation(self, device_type: str | None) -> Any:
         """Return what `get_backend_impl` does: the object that runs the calls, by default this one.
 

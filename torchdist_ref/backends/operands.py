@@ -21,7 +21,7 @@ from torch import Tensor
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, BackendArgumentError, UnsupportedError, explain, on_rank
 from torchdist_ref.recorder import Operands
-from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals import accelerators, torch_private
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 
@@ -379,7 +379,9 @@ def _pair_of_views(views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ..
     return None
 
 
-def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: str, devices: Sequence[str]) -> None:
+def refuse_unsupported(
+    call: Call, inputs: Tensors, outputs: Tensors, backend: str, devices: Sequence[str] | None = None
+) -> None:
     """Raise if a tensor is on a device that the backend cannot use, is quantized, or is not in memory.
 
     torch's own backends read memory that is not there in these cases, and end the process. The public functions refuse
@@ -390,7 +392,7 @@ def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: s
         inputs: See `Backend.submit`.
         outputs: See `Backend.submit`.
         backend: The backend's name.
-        devices: The types of devices whose memory the backend can use.
+        devices: The types of devices whose memory the backend can use. Default: the CPU and each accelerator.
 
     Raises:
         UnsupportedError: There is such a tensor.
@@ -399,9 +401,11 @@ def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: s
     named = [] if inputs is outputs else [(f"inputs[{i}]", tensor) for i, tensor in enumerate(flat_operands(inputs))]
     named += [(f"outputs[{i}]", tensor) for i, tensor in enumerate(flat_operands(outputs))]
     for name, tensor in named:
-        if tensor.device.type not in devices:
+        device = tensor.device
+        if not (tensor.is_cpu or accelerators.is_accelerator(device) if devices is None else device.type in devices):
+            kinds = ("the CPU", "accelerators") if devices is None else devices
             raise UnsupportedError(
-                f"{call.op}: backend {backend!r} works on tensors of {' and '.join(devices)}, and this one is on "
+                f"{call.op}: backend {backend!r} works on tensors of {' and '.join(kinds)}, and this one is on "
                 f"{tensor.device}{on_rank()}. Move it with .cpu()."
             )
         if tensor.is_quantized:

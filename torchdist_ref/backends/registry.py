@@ -25,18 +25,19 @@ from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, UsageError, explain, on_rank
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals import accelerators, torch_private
 from torchdist_ref.transports import all_on_one_host
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
 Factory = Callable[[Membership], Backend]
 
+_NCCL = "torchdist_ref.backends.torch_native.nccl"
 # The package's registry: the name of a backend, and its class or a factory.
 registered: dict[str, Factory | str] = {
     "ref": "torchdist_ref.backends.ref.backend:Ref",
     "gloo": "torchdist_ref.backends.torch_native.gloo:Gloo",
-    "nccl": "torchdist_ref.backends.torch_native.nccl:Nccl",
+    "nccl": f"{_NCCL}:Nccl",
     "mpi": "torchdist_ref.backends.mpi.backend:Mpi",
     "fake": "torchdist_ref.backends.fake:Fake",
 }
@@ -165,7 +166,7 @@ def factory_of(name: str) -> Factory:
     """Return the function that makes the backend of a group, for a name that exists."""
     found = registered.get(name)
     if found is None and name in NCCL_NAMES:
-        return partial(_load("torchdist_ref.backends.torch_native.nccl:Nccl"), name=name)
+        return partial(_load(f"{_NCCL}:Nccl"), name=name)
     if found is None:
         return partial(_load("torchdist_ref.backends.torch_native.third_party:ThirdParty"), name)
     made: Factory = _load(found) if isinstance(found, str) else found
@@ -200,10 +201,12 @@ def _torch_plugins() -> Mapping[str, Any]:
 def default_name(store: Store, rank: int, size: int) -> str:
     """Return the backend for groups made without a name. For CPU tensors all ranks choose alike.
 
-    Ranks that have CUDA devices add `nccl` for the tensors there; their CPU tensors use the same backend as others'.
+    Ranks that have devices of NCCL's add `nccl` for tensors there; their CPU tensors use the same backend as others'.
     """
     cpu = "ref" if all_on_one_host(store, rank, size) else "gloo"
-    return f"cpu:{cpu},cuda:nccl" if c10d.is_nccl_available() and torch.cuda.is_available() else cpu
+    if not c10d.is_nccl_available() or not _load(f"{_NCCL}:is_usable")():
+        return cpu
+    return f"cpu:{cpu},{_load(f'{_NCCL}:DEVICE')}:nccl"
 
 
 def store_for_torch(store: Store) -> Any:
@@ -217,20 +220,25 @@ def share_servers() -> None:
 
 
 def by_device_type(name: str) -> dict[str, str]:
-    """Return a group's backend for each device type that torch is to use it for.
+    """Return a group's backend for each device type that torch is to use it for; on an accelerator, `ref` for it too.
 
-    >>> by_device_type("ref"), by_device_type("nccl"), by_device_type("cpu:ref,cuda:nccl")
-    ({'cpu': 'ref'}, {'cuda': 'nccl'}, {'cpu': 'ref', 'cuda': 'nccl'})
+    >>> by_device_type("gloo"), by_device_type("nccl"), by_device_type("cpu:ref,cuda:nccl")
+    ({'cpu': 'gloo'}, {'cuda': 'nccl'}, {'cpu': 'ref', 'cuda': 'nccl'})
     """
     found = names_by_device(name)
-    return {device or ("cuda" if backend in NCCL_NAMES else "cpu"): backend for device, backend in found.items()}
+    only = found.pop("", None)
+    if only is None:
+        return found
+    if only in NCCL_NAMES:
+        return {_load(f"{_NCCL}:DEVICE"): only}
+    return dict.fromkeys(accelerators.usable_types() if only == "ref" else ("cpu",), only)
 
 
 def config_text(name: str) -> str:
     """Return a group's backends in torch's notation of one for each device type.
 
-    >>> config_text("ref")
-    'cpu:ref'
+    >>> config_text("gloo")
+    'cpu:gloo'
     """
     return ",".join(f"{device}:{backend}" for device, backend in by_device_type(name).items())
 

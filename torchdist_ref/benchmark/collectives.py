@@ -21,6 +21,7 @@ from torchdist_ref.benchmark.limit import BOUNDS, DIRECT, LIMIT
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
+from torchdist_ref.torch_internals import accelerators
 
 # Bytes. A whole buffer of one element for each rank may be larger than the size that was asked for.
 SPARE_BYTES = 4096
@@ -45,7 +46,7 @@ def add_options(add: AddOption) -> None:
     add("--seconds", default=0.05, type=float, help="length of a backend's turn")
     add("--loop", action="store_true", help="calls back to back, not each from a common start line")
     add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="of the tensors")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="of the tensors; ranks share the devices")
+    add("--device", default="cpu", help="type of the tensors' device, such as cpu or cuda; ranks share the devices")
     add("--window", type=report.parse_size, help="of the limit column (by default the backend's)")
     add("--namespaces", action="store_true", help="half the ranks on a host of their own (needs root)")
     add("--against", help="backend that the others are compared with (by default the last one)")
@@ -54,8 +55,8 @@ def add_options(add: AddOption) -> None:
 
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure all cases on one rank. Reports the names of operations, and results."""
-    if settings.device == "cuda":
-        torch.cuda.set_device(context.rank % torch.cuda.device_count())
+    if settings.device != "cpu":
+        torch.accelerator.set_device_index(context.rank % torch.accelerator.device_count())
     contestants: list[Contestant] = [*competitors.join(settings.backends, context)]
     if settings.device == "cpu" and context.sides == 1:
         memory = context.shared_memory(context.world * settings.window)
@@ -94,7 +95,7 @@ class Case:
                 continue
             buffers = self._buffers(each.make) if each.make else self.buffers
             action = each.bind(self.operation, buffers)
-            action = partial(_finish_on_device, action) if settings.device == "cuda" else action
+            action = partial(_finish_on_device, action) if settings.device != "cpu" else action
             try:
                 if each.name not in BOUNDS:
                     self.check(each.name, action, buffers)
@@ -139,7 +140,7 @@ class Case:
 def _finish_on_device(action: Action) -> None:
     """Call, and wait for the device: a call may return before its work is done."""
     action()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
 def run(harness: Harness) -> None:
@@ -152,9 +153,9 @@ def run(harness: Harness) -> None:
     if settings.against and settings.against not in settings.backends:
         expected = f"one of {', '.join(settings.backends)}"
         raise ArgumentError(explain("benchmark", "--against", expected, settings.against))
-    if settings.device == "cuda" and not torch.cuda.device_count():
-        raise ArgumentError("benchmark: --device cuda needs a machine with such a device.")
-    if settings.device == "cuda" and competitors.REGISTERED in settings.backends:
+    if settings.device not in ("cpu", accelerators.current_type()):
+        raise ArgumentError(f"benchmark: --device {settings.device} needs a machine with such a device.")
+    if settings.device != "cpu" and competitors.REGISTERED in settings.backends:
         raise ArgumentError("benchmark: registered buffers are in the host's memory; leave out --device.")
     if settings.namespaces and mpi:
         raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")

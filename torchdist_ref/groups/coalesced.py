@@ -175,7 +175,7 @@ def _check_before_any_begins(group: ProcessGroup, requests: Sequence[tuple[Call,
     for request in requests[1:] if group.backend.name != "fake" else ():
         if any(tensor.is_meta or not is_in_memory(tensor) for side in request[1:] for tensor in side):
             call, inputs, outputs = unwrapped(request)
-            refuse_unsupported(call, inputs, outputs, group.backend.name, ("cpu", "cuda"))
+            refuse_unsupported(call, inputs, outputs, group.backend.name)
 
 
 def _joined(

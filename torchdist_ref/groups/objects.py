@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.registry import NCCL_NAMES
+from torchdist_ref.backends.registry import by_device_type
 from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, EntryError, explain, message_of, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
@@ -495,7 +495,8 @@ def _on_device(
     tensors: Sequence[Tensor], group: ProcessGroup, device: torch.device | None, transfer: Callable[..., Any]
 ) -> Any:
     """Call `transfer` on these tensors, or on copies on a device that the backend supports, which are copied back."""
-    where = torch.device("cuda") if device is None and group.backend.name in NCCL_NAMES else device
+    kinds = by_device_type(group.backend.name) if device is None else {}
+    where = torch.device(next(iter(kinds))) if kinds and "cpu" not in kinds else device
     moved = list(tensors) if where is None else [tensor.to(where) for tensor in tensors]
     result = transfer(*moved)
     for tensor, copy in zip(tensors, moved, strict=True):

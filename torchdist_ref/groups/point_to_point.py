@@ -369,7 +369,7 @@ def _check_before_any_begins(op: P2POp, group: ProcessGroup) -> None:
     if group.backend.name != "fake" and (op.tensor.is_meta or not is_in_memory(op.tensor)):
         tensors = (op.tensor,)
         call = _send(0) if op.op is isend else _recv(0)
-        refuse_unsupported(call, unwrapped(tensors), (), group.backend.name, ("cpu", "cuda"))
+        refuse_unsupported(call, unwrapped(tensors), (), group.backend.name)
 
 
 def _require_separate_receives(operations: list[P2POp]) -> None:

@@ -118,12 +118,12 @@ def new_subgroups(
 
 
 def _subgroup_size(group_size: int | None, world: int) -> int:
-    if group_size is None and not torch.cuda.device_count():
+    if group_size is None and not torch.accelerator.device_count():
         raise ArgumentError(
-            "new_subgroups: the default of argument 'group_size' is the number of CUDA devices, and "
+            "new_subgroups: the default of argument 'group_size' is the number of accelerators, and "
             "there is none here; pass 'group_size'."
         )
-    size = torch.cuda.device_count() if group_size is None else group_size
+    size = torch.accelerator.device_count() if group_size is None else group_size
     if not isinstance(size, int) or not 0 < size <= world:
         raise ArgumentError(explain("new_subgroups", "group_size", f"a number from 1 to {world}", size))
     if world % size:

@@ -221,8 +221,8 @@ def main(descriptor: int, method: str, kernel: int) -> None:
 def _preload() -> None:
     for name in _PRELOAD:
         importlib.import_module(name)
-    if sys.modules["torch"].cuda.is_initialized():
-        raise RuntimeError("importing what ranks need has initialized CUDA, which must not be forked: use 'spawn'")
+    if importlib.import_module("torchdist_ref.torch_internals.accelerators").is_initialized():
+        raise RuntimeError("importing what ranks need has started the accelerator, which no fork survives: use 'spawn'")
 
 
 class _ServerLoop:

@@ -45,10 +45,13 @@ def _keys() -> tuple[Any, ...]:
         # The guard is missing in such a torch too, and says so where it is entered.
         return ()
     of, key = torch_private.DISPATCH_KEYS.get(), torch_private.DISPATCH_KEY.get()
-    # Factories need this one. A key of one device's autocast excludes that of all devices.
+    # Factories need this one.
     active = of(key.BackendSelect)
-    recording = of(key.AutogradFunctionality) | of(key.AutogradOther) | of(key.AutogradNestedTensor)
-    return active, recording | of(key.ADInplaceOrView) | of(key.AutocastCPU)
+    left = of(key.AutogradFunctionality) | of(key.AutogradOther) | of(key.AutogradNestedTensor)
+    # Each type of device has a key of autocast, and the default is to leave all of them out.
+    for name in filter(lambda name: name.startswith("Autocast"), dir(key)):
+        left |= of(getattr(key, name))
+    return active, left | of(key.ADInplaceOrView)
 
 
 # Not computed at first use: torch's compiler, which reads programs with collectives, warns of caches.

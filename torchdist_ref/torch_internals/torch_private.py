@@ -344,6 +344,9 @@ FORCE_DISPATCH = PrivateName(
 )
 DISPATCH_KEYS = PrivateName("torch._C", "DispatchKeySet", "modes that this leaves", "the same")
 DISPATCH_KEY = PrivateName("torch._C", "DispatchKey", "the same", "the same")
+KEY_OF_DEVICE = PrivateName(
+    "torch._C", "_dispatch_key_for_device", "kernels for the type of an accelerator", "modes do not see calls there"
+)
 FUNCTION_MODE_ENABLED = PrivateName(
     "torch._C", "_is_torch_function_mode_enabled", "tells whether a mode intercepts functions in Python", "the same"
 )

@@ -1,17 +1,13 @@
-"""Registered memory: tensors that the peers on this host access directly, in host memory or on a CUDA device.
+"""Registered memory: tensors that the peers on this host access directly.
 
-*Host memory.* A process keeps all its registered tensors in one *arena*: an anonymous file (memfd) that only grows. An
+A process keeps all its registered tensors in one *arena*: an anonymous file (memfd) that only grows. An
 offset in it therefore identifies the same bytes for good, and freed memory is never reused. When the last process has
 ended, however it ended, the file is freed. A rank announces a `MemoryHandle` for its tensor. A peer opens the file
 under /proc and maps that region when it first receives the handle (`PeerMemory`), so no registration call is needed.
 Each tensor has its own mapping, which ends with the last tensor that uses it, never before: results outlive groups. Its
 pages are then freed at once, even if peers still map them.
 
-*CUDA devices* (CUDA IPC). torch pickles a CUDA tensor for `multiprocessing` as a handle of its memory, and unpickling
-yields a tensor in the same memory. torch counts the processes that hold the memory: freed memory is reused only when
-all of them have released it. An export is for one process, and an export that is never opened holds the memory until
-the exporter ends. Sources: torch's page "Multiprocessing package" (sharing CUDA tensors), CUDA's programming guide
-(interprocess communication).
+Memory of a device is shared by other means (`DeviceMemory`), CUDA's by `transports.cuda_ipc`.
 
 Do not add knowledge of groups or calls here.
 """
@@ -20,19 +16,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import struct
 import sys
 import threading
 from collections.abc import Sequence
 from math import prod
-from multiprocessing.reduction import ForkingPickler
 from typing import NamedTuple, Protocol
 
 import torch
-
-# The import registers tensors with ForkingPickler.
-import torch.multiprocessing  # noqa: F401
 from torch import Tensor
 
 from torchdist_ref.errors import DistBackendError, advice_on_limit
@@ -234,27 +225,5 @@ class DeviceMemory(Protocol):
     def open(self, exported: bytes) -> Tensor:
         """Return the tensor that another process has exported. Raises if it cannot be opened here."""
 
-
-class CudaIpc:
-    """`DeviceMemory` of CUDA devices.
-
-    `export` or `open` raises on devices and allocators without CUDA IPC: some integrated devices, allocators other than
-    torch's default one (``cudaMallocAsync``), and expandable segments where processes may not pass descriptors.
-    """
-
-    def name(self, device: torch.device) -> str:
-        """See `DeviceMemory.name`. torch's handles depend on the device's index in this process."""
-        return f"{torch.cuda.get_device_properties(device).uuid} as {device}"
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """See `DeviceMemory.empty`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def export(self, tensor: Tensor) -> bytes:
-        """See `DeviceMemory.export`."""
-        return bytes(ForkingPickler.dumps(tensor))
-
-    def open(self, exported: bytes) -> Tensor:
-        """See `DeviceMemory.open`."""
-        opened: Tensor = pickle.loads(exported)
-        return opened
+    def collect(self) -> None:
+        """Give back freed memory of exports that the other processes have released."""

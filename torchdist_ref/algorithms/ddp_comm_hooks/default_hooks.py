@@ -284,7 +284,7 @@ class PostLocalSGDState:
     ) -> None:
         if not isinstance(start_localSGD_iter, int):
             raise ArgumentTypeError(explain("PostLocalSGDState", "start_localSGD_iter", "an int", start_localSGD_iter))
-        if subgroup is None and post_local_gradient_allreduce and not torch.cuda.device_count():
+        if subgroup is None and post_local_gradient_allreduce and not torch.accelerator.device_count():
             hint = "Make one of the ranks of each host with new_group, or pass post_local_gradient_allreduce=False."
             raise ArgumentError(explain("PostLocalSGDState", "subgroup", "a group", None, hint=hint))
         self.process_group = process_group

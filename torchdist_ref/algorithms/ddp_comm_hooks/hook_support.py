@@ -28,6 +28,7 @@ from torchdist_ref import groups
 from torchdist_ref.algorithms.bucket import GradBucket
 from torchdist_ref.algorithms.division import Divisor, average
 from torchdist_ref.errors import ArgumentTypeError, explain
+from torchdist_ref.torch_internals import accelerators
 from torchdist_ref.work import CallFuture
 
 HookType = TypeVar("HookType", bound=Callable[..., Any])
@@ -275,9 +276,9 @@ class RoundQueue:
         Returns:
             A Future of the generator's return value, or of its exception.
         """
-        devices: list[int | str | torch.device] = [device] if device is not None and device.type == "cuda" else []
+        devices: list[Any] = [device] if device is not None and accelerators.is_accelerator(device) else []
         future = CallFuture(None, devices)
-        stream = torch.cuda.current_stream(device) if devices else None
+        stream = accelerators.current_stream(devices[0]) if devices else None
         context = contextvars.copy_context()
         self._put(lambda: context.run(_run, rounds, group, future, stream))
         return future
@@ -303,9 +304,9 @@ class RoundQueue:
             return self._jobs.popleft() if self._jobs else None
 
 
-def _run(rounds: HookRounds, group: HookGroup, future: CallFuture, stream: torch.cuda.Stream | None) -> None:
+def _run(rounds: HookRounds, group: HookGroup, future: CallFuture, stream: torch.Stream | None) -> None:
     try:
-        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with torch.no_grad(), accelerators.on_stream(stream) if stream is not None else nullcontext():
             future.set_result(_exhaust(rounds, group))
     except Exception as error:
         future.set_exception(error)

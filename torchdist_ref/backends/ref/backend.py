@@ -31,7 +31,7 @@ from torchdist_ref.backends.operands import (
     operands_of,
     refuse_unsupported,
 )
-from torchdist_ref.backends.ref.contiguous import contiguous, copy_back, side_streams
+from torchdist_ref.backends.ref.contiguous import contiguous, copy_back, device_types, refuse_capture, side_streams
 from torchdist_ref.backends.ref.fast import SETTINGS, prepared
 from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
 from torchdist_ref.backends.worker_threads import (
@@ -70,7 +70,6 @@ MOST_ADDRESSES = 64
 _DONE = Done()
 # Operations whose operands are their outputs: those that work in place, and that without operands.
 _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
-_DEVICES = ("cpu", "cuda")
 # Properties of a tensor that a plan depends on.
 _kind = attrgetter("dtype", "shape", "is_cpu")
 
@@ -98,7 +97,7 @@ def _check_memory(found: dict[int, int], call: Call, inputs: Tensors, outputs: T
     except RuntimeError:
         # A tensor without storage.
         pass
-    refuse_unsupported(call, inputs, outputs, Ref.name, _DEVICES)
+    refuse_unsupported(call, inputs, outputs, Ref.name)
 
 
 class Ref(Backend):
@@ -266,6 +265,8 @@ class Ref(Backend):
     def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
         """Run a planned call now if no other call is ahead of it, else on the progress thread."""
         order = self._order
+        if not planned[0].on_host:
+            refuse_capture(tensors, call.op)
         entry: Entry = [-1, call, planned[0].operands, 0.0, 0.0, ""]
         try:
             entry[NUMBER] = self._numbers.next()
@@ -326,7 +327,7 @@ class Ref(Backend):
         number: Number = entry[NUMBER]
         call: Call = entry[CALL]
         work = self.make_work(call.op, written, number)
-        on_side_streams = nullcontext if planned[0].on_host else side_streams(tensors)
+        on_side_streams = nullcontext if planned[0].on_host else side_streams(tensors, self.link, planned[0].text)
 
         def run() -> None:
             if self.link.broken is not None:
@@ -374,6 +375,11 @@ class Ref(Backend):
         self._executor.run(program, copies, entry[NUMBER])
         for tensor, result in zip(tensors[plan.inputs :], copies[plan.inputs :], strict=True):
             copy_back(result, tensor)
+
+    @property
+    def device_types(self) -> Sequence[str]:
+        """See `Backend.device_types`."""
+        return device_types()
 
     @property
     def shares_memory(self) -> bool:
@@ -424,6 +430,9 @@ class Ref(Backend):
         threads = [*self._threads(), *(self._callbacks.threads if self._callbacks is not None else ())]
         if threads:
             end_threads(threads)
+        self.plans.clear()
+        if self._executor is not None:
+            self._executor.close()
         self.link.close()
 
     @property

@@ -61,7 +61,7 @@ class ReferenceExecutor:
         """Run a call on tensors that are flat (`Plan.is_flat`); errors as in `fast.FastExecutor.run`."""
         self._handshake.announce(self._handshake.sequence, plan.record, number)
         try:
-            on_host = contiguous.copy_to_host(plan, tensors)
+            on_host = contiguous.copy_to_host(plan, tensors, self._link)
             if plan.uneven:
                 self._run_rounds(self._exchange_sizes(plan, on_host), on_host, check=False)
             else:
@@ -71,6 +71,9 @@ class ReferenceExecutor:
             self._handshake.fail(plan, error)
             raise
         self._handshake.complete()
+
+    def close(self) -> None:
+        """Do nothing: this executor holds no memory between calls."""
 
     def _run_rounds(self, plan: Plan, tensors: Sequence[Tensor], check: bool) -> None:
         link, rank, last = self._link, plan.rank, len(plan.rounds) - 1

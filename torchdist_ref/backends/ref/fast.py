@@ -138,7 +138,7 @@ class FastExecutor:
         else:
             staged = self.compile_staged(plan)
         if not plan.on_host:
-            staged = _through_host(plan, staged)
+            staged = self._through_host(plan, staged)
         path = self._direct_path(plan)
         run = staged if path is None else self._direct(plan, path, staged)
         if not plan.on_host:
@@ -253,6 +253,21 @@ class FastExecutor:
 
         return run
 
+    def _through_host(self, plan: Plan, run: Run) -> Run:
+        """Return what runs a call on tensors of devices, by way of copies in the host's memory."""
+
+        def through_host(tensors: Sequence[Tensor], check: bool) -> None:
+            hosts = copy_to_host(plan, tensors, self._link)
+            run(hosts, check)
+            copy_from_host(plan, hosts, tensors)
+
+        return through_host
+
+    def close(self) -> None:
+        """Release the memory of devices that peers share."""
+        if "_device_buffers" in vars(self):
+            self._device_buffers.close()
+
     def _exchange(self, plan: Plan, pairs: Pairs) -> Run:
         found = self._exchanges.get((plan.dtype, pairs))
         if found is None:
@@ -260,17 +275,6 @@ class FastExecutor:
                 self._exchanges.clear()
             found = self._exchanges[plan.dtype, pairs] = self.compile_staged(with_sizes(plan, pairs), repeated=False)
         return found
-
-
-def _through_host(plan: Plan, run: Run) -> Run:
-    """Return what runs a call on tensors of devices, by way of copies in the host's memory."""
-
-    def through_host(tensors: Sequence[Tensor], check: bool) -> None:
-        hosts = copy_to_host(plan, tensors)
-        run(hosts, check)
-        copy_from_host(plan, hosts, tensors)
-
-    return through_host
 
 
 SETTINGS = (EXECUTOR_VARIABLE, "TORCHDIST_REF_ALGORITHM")

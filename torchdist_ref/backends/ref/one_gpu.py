@@ -1,9 +1,9 @@
-"""One GPU: collectives of ranks whose tensors are on the same CUDA device. Nothing goes through the host's memory.
+"""One GPU: collectives of ranks whose tensors are on the same device. Nothing goes through the host's memory.
 
-Each rank has a staging buffer on the device that its peers map (`registered_memory.CudaIpc`). For window after window
-every rank copies to its buffer what peers read, and reads from theirs what it needs. The buffer, not the tensors, is
-what processes share: a tensor lasts as long as its program wants, and a process that maps it would keep its memory; a
-buffer lasts as long as its group. A copy within a device costs little beside a call in Python.
+Each rank has a staging buffer on the device that its peers map (`MEMORIES`). For window after
+window, every rank copies to its buffer what peers read, and reads from theirs what it needs. The buffer, not the
+tensors, is what processes share: a tensor lasts as long as its program wants, and a process that maps it would keep its
+memory; a buffer lasts as long as its group. A copy within a device costs little beside a call in Python.
 
 At the first call on a device, ranks agree whether this works, by control blocks in registered memory. A control block
 has three fields. Each is written once, before its rank signals the others: the name of the device; then, if it is the
@@ -34,15 +34,15 @@ from torchdist_ref.backends.ref.zero_copy import Phases, ZeroCopyPath
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Slot
 from torchdist_ref.transports import registered_memory
+from torchdist_ref.transports.cuda_ipc import MEMORIES
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.registered_memory import CudaIpc, DeviceMemory, MemoryHandle, PeerMemory
+from torchdist_ref.transports.registered_memory import DeviceMemory, MemoryHandle, PeerMemory
 from torchdist_ref.transports.segment import DEVICE_MEMORY
 
 log = logging.getLogger("torchdist_ref.backends")
 
 # Bytes of a rank's staging buffer on a device: as many as of its rings in the host's memory, for all groups.
 BUFFER_BYTES = 16 * 1024 * 1024
-MEMORY: DeviceMemory = CudaIpc()
 
 DEVICE, HANDLES, FAILURE = range(3)
 _LENGTH_BYTES = 4
@@ -75,7 +75,7 @@ class DevicePath(ZeroCopyPath):
 
     def location(self, tensors: Sequence[Tensor]) -> bytes | None:
         """See `ZeroCopyPath.location`: of this rank's control block, if the tensors are on a device that has one."""
-        return self._buffers.location({tensor.device if tensor.is_cuda else None for tensor in tensors})
+        return self._buffers.location({None if tensor.is_cpu else tensor.device for tensor in tensors})
 
     def phases(self, locations: bytes) -> Iterator[Sequence[Step]]:
         """See `ZeroCopyPath.phases`. The first call on a device begins with the agreement."""
@@ -94,11 +94,10 @@ class DevicePath(ZeroCopyPath):
                     target, source = slots.view(plan.rank, slot, begin), slots.target(plan.rank, slot, begin)
                     phases[number].append(maker.copy(target, source, count))
             phases[number + 1].extend(maker.of_moves(0, moves, slots, begin))
-        return tuple((*phase, _settle) for phase in phases)
+        return tuple((*phase, self._settle) for phase in phases)
 
-
-def _settle(tensors: Tensors, begin: int) -> None:
-    settle(tensors[:1])
+    def _settle(self, tensors: Tensors, begin: int) -> None:
+        settle(tensors[:1], self._buffers.link, self.plan.text)
 
 
 class DeviceSlots:
@@ -195,11 +194,13 @@ class DeviceBuffers:
         neighbors: The registered memory of every rank, including this one.
 
     Attributes:
+        link: The group's link.
         nbytes: Bytes of each buffer.
         found: The buffers of all ranks, by the locations of their control blocks.
     """
 
     def __init__(self, link: Link, neighbors: Sequence[PeerMemory]) -> None:
+        self.link = link
         self._rank, self._peers, self._pids = link.rank, link.peers, [row.pid for row in link.rows]
         self._neighbors, self._name, self.nbytes = neighbors, link.name, BUFFER_BYTES
         self._blocks: dict[torch.device, ControlBlock | None] = {}
@@ -208,7 +209,7 @@ class DeviceBuffers:
     def location(self, devices: set[torch.device | None]) -> bytes | None:
         """Return where the control block for a device is; None for tensors elsewhere, or where this failed before."""
         device = next(iter(devices)) if len(devices) == 1 else None
-        if device is None:
+        if device is None or device.type not in MEMORIES:
             return None
         if device not in self._blocks:
             self._blocks[device] = self._name_device(device)
@@ -218,7 +219,7 @@ class DeviceBuffers:
     def _name_device(self, device: torch.device) -> ControlBlock:
         block = ControlBlock.new(len(self._pids))
         try:
-            name = MEMORY.name(device)
+            name = MEMORIES[device.type].name(device)
         except Exception as error:
             # No other rank has this name, so all learn of the failure.
             name = self._failure("name its device", error)
@@ -238,9 +239,10 @@ class DeviceBuffers:
         names = sorted({block.read(DEVICE).decode(errors="replace") for block in blocks})
         if len(names) > 1:
             raise self._refuse(device, ["the ranks' tensors are on several devices, or numbers of devices", *names])
-        buffers, failure = self._export(device, mine)
+        memory = MEMORIES[device.type]
+        buffers, failure = self._export(memory, device, mine)
         yield ()
-        failure = failure or self._open(blocks, locations, buffers)
+        failure = failure or self._open(memory, blocks, locations, buffers)
         mine.write(FAILURE, failure.encode()[:_TEXT_BYTES])
         yield ()
         reasons = [block.read(FAILURE).decode(errors="replace") for block in blocks]
@@ -257,13 +259,13 @@ class DeviceBuffers:
         size = ControlBlock.size(len(self._pids))
         return [ControlBlock(neighbor.view(place, torch.uint8, size)) for neighbor, place in there]
 
-    def _export(self, device: torch.device, mine: ControlBlock) -> tuple[list[Tensor], str]:
+    def _export(self, memory: DeviceMemory, device: torch.device, mine: ControlBlock) -> tuple[list[Tensor], str]:
         """Allocate this rank's buffer and write its handles for other processes; or return why that failed."""
         handles: dict[int, bytes] = {}
         try:
-            buffer = MEMORY.empty(self.nbytes, device)
+            buffer = memory.empty(self.nbytes, device)
             others = [peer for peer in self._peers if self._pids[peer] != os.getpid()]
-            handles = {peer: MEMORY.export(buffer) for peer in others}
+            handles = {peer: memory.export(buffer) for peer in others}
             mine.write(HANDLES, pickle.dumps(handles))
         except Exception as error:
             return [], self._failure("export memory there", error)
@@ -271,21 +273,29 @@ class DeviceBuffers:
             _of_this_process[mine.place.pack()] = buffer
         return [buffer], ""
 
-    def _open(self, blocks: Sequence[ControlBlock], locations: bytes, buffers: list[Tensor]) -> str:
+    def _open(
+        self, memory: DeviceMemory, blocks: Sequence[ControlBlock], locations: bytes, buffers: list[Tensor]
+    ) -> str:
         """Replace this rank's buffer by those of all ranks in order; or return why that failed."""
         (own,) = buffers
         try:
             ranks: Iterable[int] = range(len(blocks))
-            opened = [own if r == self._rank else self._buffer_of(r, blocks[r], locations) for r in ranks]
+            opened = [own if r == self._rank else self._buffer_of(memory, r, blocks[r], locations) for r in ranks]
         except Exception as error:
             return self._failure("open a peer's memory there", error)
         buffers[:] = opened
         return ""
 
-    def _buffer_of(self, rank: int, block: ControlBlock, locations: bytes) -> Tensor:
+    def _buffer_of(self, memory: DeviceMemory, rank: int, block: ControlBlock, locations: bytes) -> Tensor:
         if self._pids[rank] == os.getpid():
             return _of_this_process[MemoryHandle.unpack_all(locations)[rank].pack()]
-        return MEMORY.open(pickle.loads(block.read(HANDLES))[self._rank])
+        return memory.open(pickle.loads(block.read(HANDLES))[self._rank])
+
+    def close(self) -> None:
+        """Release the buffers, and give back the memory of those that the peers have released."""
+        self.found.clear()
+        for device in self._blocks:
+            MEMORIES[device.type].collect()
 
     def _failure(self, action: str, error: Exception) -> str:
         return f"rank {self._rank} can't {action} ({type(error).__name__}: {error})"

@@ -439,8 +439,8 @@ class Planner:
         if len({t.dtype for t in tensors}) > 1:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
-        if any(not (t.is_cpu or t.is_cuda) or t.is_quantized for t in tensors):
-            refuse_unsupported(call, *lists, "ref", ("cpu", "cuda"))
+        if any(not t.is_cpu or t.is_quantized for t in tensors):
+            refuse_unsupported(call, *lists, "ref")
         dtype = tensors[0].dtype if tensors else torch.uint8
         if dtype in QUANTIZED:
             # `.view(torch.qint32)` of a plain tensor is not quantized, and torch crashes when it makes another one.

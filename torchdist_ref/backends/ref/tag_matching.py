@@ -462,7 +462,7 @@ class Messages:
     def send(self, call: Send, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a send; see `Backend.submit`."""
         kind = self._checked_kind(call, inputs[0])
-        tensor = contiguous_on_host(inputs[0], call)
+        tensor = contiguous_on_host(inputs[0], call, self._link)
         if call.dst == self._rank:
             self.receiver.send_to_self(call.tag, tensor)
             return Done("send", [])
@@ -493,7 +493,8 @@ class Messages:
         entry = self._record(kind, call)
         if wait:
             return self._timed(entry, call, self._receive_now, kind.record, call, buffer, tensor)
-        work, on_side_streams = self._make_work(call.op, [tensor], POINT_TO_POINT), side_streams((tensor,))
+        work = self._make_work(call.op, [tensor], POINT_TO_POINT)
+        on_side_streams = side_streams((tensor,), self._link, str(call))
         if call.src is not None:
             work.awaited = partial(self._link.awaited, call.src)
 

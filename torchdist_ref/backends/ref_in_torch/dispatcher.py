@@ -55,7 +55,7 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import UnsupportedError, on_rank
-from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals import accelerators, torch_private
 from torchdist_ref.work import Done, Work
 
 
@@ -106,7 +106,6 @@ _OPERATORS = {
 }
 _OPERATOR_OF = {names[0]: name for name, names in _OPERATORS.items()}
 _OLDER = {names[0]: names[-1] for names in _OPERATORS.values()}
-_KEYS = "CPU", "CUDA"
 # Arguments of operators that are attributes of the options of a method; torch has spelled some in two ways.
 _ATTRIBUTES = {
     "reduceop": "reduceOp",
@@ -312,9 +311,10 @@ class _Kernels:
         with warnings.catch_warnings():
             # torch warns that its kernels are replaced.
             warnings.simplefilter("ignore")
-            for key in _KEYS:
+            for kind in accelerators.usable_types():
+                key = torch_private.KEY_OF_DEVICE.get()(kind)
                 original = get_kernel(f"c10d::{self._name}", key)
-                kernel = _kernel(operator, _OPERATORS[self._name], key, original)
+                kernel = _kernel(operator, _OPERATORS[self._name], torch.device(kind), original)
                 library.impl(self._name, kernel, key, with_keyset=True)
         return library
 
@@ -328,7 +328,7 @@ def _is_recorded() -> bool:
 _KERNELS = {name: _Kernels(name) for name in _OPERATORS}
 
 
-def _kernel(operator: Any, methods: Sequence[str], key: str, original: Any) -> Callable[..., Any]:
+def _kernel(operator: Any, methods: Sequence[str], device: torch.device, original: Any) -> Callable[..., Any]:
     """Return the kernel of an operator: a method for groups of ours, and of the backend in C++ for others."""
     arguments = {each.name.replace("_", "").lower(): each.default_value for each in operator._schema.arguments}  # noqa: SLF001
     has_outputs = len(operator._schema.returns) > 1  # noqa: SLF001
@@ -347,7 +347,7 @@ def _kernel(operator: Any, methods: Sequence[str], key: str, original: Any) -> C
             # C++ may keep the Work longer than Python keeps ours.
             work = torch_private.WORK_OF_FUTURE.get()(work.get_future())
         else:
-            backend = torch_private.BACKEND_OF_GROUP.of(group)(torch.device(key.lower()))
+            backend = torch_private.BACKEND_OF_GROUP.of(group)(device)
             call = getattr(backend, methods[-1], None)
             if call is None:
                 return original.call_boxed(keyset, *given)
@@ -406,11 +406,19 @@ def _messages(
     return results
 
 
+def _keys_of_build() -> list[str]:
+    """Return the dispatch key of the accelerator that this build of torch has, in a list."""
+    device = torch.accelerator.current_accelerator()
+    return [] if device is None else [torch_private.KEY_OF_DEVICE.get()(device.type)]
+
+
 def _register_functional() -> Library:
     library = Library("_c10d_functional", "IMPL")
     for name, kernel in {"all_gather_into_tensor_out": _gather_into, "batch_p2p_ops": _messages}.items():
         if hasattr(torch_private.FUNCTIONAL.get(), name):
-            library.impl(name, kernel, "CPU")
+            # The accelerator that this build of torch has, and one that a package may register later.
+            for key in dict.fromkeys(("CPU", "PrivateUse1", *_keys_of_build())):
+                library.impl(name, kernel, key)
     return library
 
 

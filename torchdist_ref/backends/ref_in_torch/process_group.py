@@ -73,7 +73,7 @@ from torchdist_ref.backends.ref_in_torch.work import (
     only,
     reduction,
     refuse,
-    require_dense_cpu,
+    require_dense,
     with_local_step,
 )
 from torchdist_ref.calls import (
@@ -365,8 +365,8 @@ class CallsFromTorch(c10d.ProcessGroup):
         )
 
     def _backend_names(self) -> Mapping[str, str]:
-        """Return the name of the backend for each device type; here one, for the CPU."""
-        return {"cpu": self.backend.name}
+        """Return the name of the backend for each device type; here one, for those that it takes."""
+        return dict.fromkeys(self.backend.device_types, self.backend.name)
 
     _device_types = property(lambda self: [torch.device(kind) for kind in self._backend_names()])
 
@@ -409,7 +409,7 @@ class CallsFromTorch(c10d.ProcessGroup):
             self._check_tensors(call, flat_operands(inputs), flat_operands(outputs))
         # The backend checks the first call before anything begins.
         for call, inputs, outputs in requests[1:] if self.backend.name != "fake" else ():
-            refuse_unsupported(call, inputs, outputs, self.backend.name, ("cpu", "cuda"))
+            refuse_unsupported(call, inputs, outputs, self.backend.name)
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         written = [tensor for request in requests for tensor in flat_operands(request[2])]
@@ -857,8 +857,8 @@ class RefProcessGroup(CallsFromTorch):
         _joined.add(self)
 
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
-        """Raise unless the tensors are dense and on the CPU: torch's callers pass what they have."""
-        require_dense_cpu(call, inputs, outputs)
+        """Raise unless the tensors are dense, and on a device with memory: torch's callers pass what they have."""
+        require_dense(call, inputs, outputs)
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""

@@ -22,7 +22,7 @@ from torch.futures import Future
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, UnsupportedError, explain
 from torchdist_ref.timeouts import from_torch
-from torchdist_ref.torch_internals import torch_private
+from torchdist_ref.torch_internals import accelerators, torch_private
 from torchdist_ref.work import Done, JoinedWork, Work, WorkForTorch
 
 
@@ -202,17 +202,18 @@ def limit(opts: Any) -> float | None:
     return timeout.total_seconds() if timeout > timedelta(0) else None
 
 
-def require_dense_cpu(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def require_dense(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Raise if `ref` inside torch does not support a tensor.
 
     Raises:
-        UnsupportedError: A tensor is sparse, or on an accelerator.
+        UnsupportedError: A tensor is sparse, or on a device that is neither the CPU nor an accelerator.
     """
     for tensor in (*inputs, *outputs):
-        if tensor.layout is not torch.strided or not tensor.is_cpu:
+        on_device = tensor.is_cpu or accelerators.is_accelerator(tensor.device)
+        if tensor.layout is not torch.strided or not on_device:
             raise UnsupportedError(
-                f"{call.op}: backend 'ref' works on dense CPU tensors, not {tensor.layout} on {tensor.device}. "
-                f"Use .to_dense() or .cpu(), or a group on 'gloo' or 'nccl'."
+                f"{call.op}: backend 'ref' works on dense tensors of the CPU and of accelerators, not {tensor.layout} "
+                f"on {tensor.device}. Use .to_dense() or .cpu(), or a group on 'gloo' or 'nccl'."
             )
 
 

@@ -201,6 +201,7 @@ class TorchBackend(Backend):
     Attributes:
         title: The backend's name in errors.
         kind: The class of its works.
+        waited_is_ended: Whether a call that was waited for has ended; else the backend records the ends itself.
         store_type: The class of the store that it gets.
         device: The kind of device for which torch has this backend in a group.
     """
@@ -208,6 +209,7 @@ class TorchBackend(Backend):
     title: str
     device = "cpu"
     kind: type[TorchWork] = TorchWork
+    waited_is_ended = True
     store_type: type[StoreForTorch] = StoreForTorch
 
     def __init__(self, membership: Membership) -> None:
@@ -268,9 +270,13 @@ class TorchBackend(Backend):
         work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished, callbacks)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
+        self._made(work, entry)
         if wait:
             work.wait()
         return work
+
+    def _made(self, work: TorchWork, entry: Entry) -> None:
+        """Run a step after each call has been started; none by default."""
 
     def _runner_of_callbacks(self) -> CallbackRunner | None:
         """Return what runs the callbacks of a call made now; None for the thread that finds that it has ended."""
@@ -298,10 +304,12 @@ class TorchBackend(Backend):
         # The function must not hold the backend: the last reference may be dropped on a thread of Gloo's, which
         # would then join itself.
         recorder, location, title, events = self.recorder, self._location(), self.title, self._events
+        waited_is_ended = self.waited_is_ended
 
         def finished(error: BaseException | None) -> BaseException | None:
             if error is None:
-                entry[END] = perf_counter()
+                if waited_is_ended:
+                    entry[END] = perf_counter()
                 return None
             failure = _failed(call, location, title, error, events)
             failure.__cause__ = error

@@ -144,7 +144,7 @@ class Gloo(TorchBackend):
                 "recv: Invalid source rank: source rank should not be the same as the rank of the current process"
                 f"{on_rank()}. Gloo has no messages from a rank to itself. Use backend 'ref', or .copy_()."
             )
-        refuse_unsupported(call, inputs, outputs, self.name, ("cpu", "cuda"))
+        refuse_unsupported(call, inputs, outputs, self.name, c10d.Backend.backend_capability["gloo"])
         return gloo_call(call, inputs, outputs, self._membership.rank, self._membership.size)
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:

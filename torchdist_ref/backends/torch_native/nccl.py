@@ -1,8 +1,9 @@
 """NCCL: torch's backend for CUDA tensors, on our stores and groups. Calls run on CUDA streams.
 
 A call is enqueued on a stream of NCCL's, and the host continues. Waiting for it makes the current stream wait: later
-work on that stream sees the result, the host does not block, and other streams are not ordered. So a call is complete,
-in the sense of `is_completed`, as soon as it is enqueued: the caller may use the outputs on its stream at once.
+work on that stream sees the result, the host does not block, and other streams are not ordered. A call is complete, for
+`is_completed` and in the flight recorder, once the event behind it on NCCL's stream has passed. torch's object asks the
+event; nothing here waits for it, so the recorder learns of an end when the next call is made or when it is read.
 
 ``nccl`` is what the installed torch means by it: from 2.15 on the class that 2.15 also calls ``nccl2``, unless
 ``TORCH_DIST_USE_NCCL2=0`` says otherwise. It connects when the group is made, on the device that `device_id`,
@@ -14,11 +15,15 @@ Do not add anything that depends on the device before a group is made: ranks wou
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as c10d
@@ -30,11 +35,19 @@ from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.backends.torch_native.third_party import make_from_table
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from torchdist_ref.recorder import END, Entry
 from torchdist_ref.torch_internals import torch_private
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
+DEVICE = "cuda"
+"""Type of NCCL's devices."""
 _BITWISE = ("band", "bor", "bxor")
+
+
+def is_usable() -> bool:
+    """Return whether this process has a device for NCCL."""
+    return c10d.is_nccl_available() and torch.cuda.is_available()
 
 
 def check_usable() -> None:
@@ -74,12 +87,20 @@ class NcclWork(TorchWork):
         self._order_stream(seconds)
         return True
 
+    def has_ended(self) -> bool:
+        """Return whether NCCL's stream is done with the call: torch's work asks an event. Never blocks."""
+        return self._torch_work is not None and bool(self._torch_work.is_completed())
+
     def is_over(self) -> bool:
-        """Return whether the call is on its stream; if so, the current stream waits for it, to use the outputs."""
-        if self._torch_work is None:
+        """Return whether the call has ended on its stream; if so, the current stream may use the outputs."""
+        if not self.has_ended():
             return False
         self._order_stream(None)
         return True
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error."""
+        return self.is_over() and super().is_success()
 
     def _order_stream(self, seconds: float | None) -> None:
         if not self._over:
@@ -127,16 +148,24 @@ class Nccl(TorchBackend):
     Attributes:
         device: The kind of device whose tensors it accepts.
         name: Name of the backend; one of `registry.NCCL_NAMES`.
+        used: Device of the tensors of the last call that had some; None before it.
     """
 
     title = "NCCL"
     kind = NcclWork
-    device = "cuda"
+    device = DEVICE
+    waited_is_ended = False
 
     def __init__(self, membership: Membership, name: str = "nccl") -> None:
         self.name = name
         self._coalesced: list[NcclWork] | None = None
+        self.used: torch.device | None = None
+        # Calls on their stream whose end has not been seen, in order. Another thread may read the recorder.
+        self._running: deque[tuple[NcclWork, Entry]] = deque()
+        self._noting = threading.Lock()
         super().__init__(membership)
+        note = WeakMethod(self.note_ends)
+        self.recorder.before_reading = lambda: None if (alive := note()) is None else alive()
 
     def _connect(self) -> Any:
         check_usable()
@@ -180,10 +209,23 @@ class Nccl(TorchBackend):
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`. With `wait`, the current stream waits for the call."""
+        self.note_ends()
         work = super().submit(call, inputs, outputs, wait)
         if self._coalesced is not None and isinstance(work, NcclWork):
             self._coalesced.append(work)
         return work
+
+    def _made(self, work: TorchWork, entry: Entry) -> None:
+        """See `TorchBackend`: the call is on its stream now."""
+        if isinstance(work, NcclWork):
+            self._running.append((work, entry))
+
+    def note_ends(self) -> None:
+        """Record the ends of calls that their stream is done with. It runs them in order."""
+        with self._noting:
+            while self._running and self._running[0][0].has_ended():
+                _, entry = self._running.popleft()
+                entry[END] = entry[END] or perf_counter()
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
@@ -199,6 +241,7 @@ class Nccl(TorchBackend):
                 work.started(torch_work)
 
     def _flat(self, call: Call, tensor: Tensor) -> Tensor:
+        self.used = tensor.device
         if tensor.device.type != self.device:
             raise UnsupportedError(
                 f"{call.op}: backend 'nccl' works on CUDA tensors, and this one is on {tensor.device} "
@@ -215,8 +258,23 @@ class Nccl(TorchBackend):
 
     def _barrier_options(self) -> Any:
         chosen = options.BarrierOptions()
-        chosen.device = self._own_device()
+        chosen.device = self._device_of_barrier()
         return chosen
+
+    def _device_of_barrier(self) -> torch.device:
+        """Return the device that the group's calls use, so that a barrier does not begin on another one.
+
+        Without an earlier call and a `device_id`, it is the current device if the program has set one. Else, or on a
+        thread that has not, it follows from the launcher's local rank or the rank, as in torch.
+        """
+        if self.used is not None:
+            return self.used
+        index = torch.cuda.current_device()
+        if self._membership.device is not None or index:
+            return self._own_device()
+        local = os.environ.get("LOCAL_RANK", "")
+        number = int(local) if local.isdecimal() else self._global_rank
+        return torch.device(self.device, number % max(1, torch.cuda.device_count()))
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """Refuse tags and receives from any rank: NCCL matches messages only by their order.

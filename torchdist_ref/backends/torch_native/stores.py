@@ -113,6 +113,15 @@ class StoreForTorch(c10d.Store):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
+        self._clones: list[StoreForTorch] = []
+
+    def clone(self) -> StoreForTorch:
+        """Return a store with a connection of its own, as splitting and shrinking a group in C++ ask for one.
+
+        It lives as long as this one: C++ keeps no reference to it, and a group's backend keeps this one.
+        """
+        self._clones.append(StoreForTorch(self._store.clone()))
+        return self._clones[-1]
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
