@@ -1,5 +1,8 @@
 """Ranks as processes forked from this one: torch is already loaded, so four of them start in a tenth of a second.
 
+No fork survives a started accelerator. Where this process has started one, the ranks are new processes instead, which
+import the program's module (`SpawnedRank`) and take seconds to start.
+
 Each child writes its outcome into a file that the parent created, and exits. A thread of the parent waits for each
 child, so every death is noticed, whatever its cause. No child, file or folder outlives the ``with`` block.
 """
@@ -21,19 +24,22 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import spawn
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.errors import add_note, message_of
+from torchdist_ref.errors import ArgumentError, add_note, explain, message_of
 from torchdist_ref.processes import control as processes
 from torchdist_ref.ranks import outcomes
 from torchdist_ref.ranks.outcomes import Outcome, RankProgram, RemoteError, RunLimits
 from torchdist_ref.stores import FileStore, Store
+from torchdist_ref.torch_internals import accelerators
 
 
 class ProcessRanks:
@@ -92,17 +98,29 @@ class ProcessRanks:
         importlib.import_module("torchdist_ref.backends.ref")
         sys.stdout.flush()
         sys.stderr.flush()
+        start = self._spawn if accelerators.is_initialized() else self._fork
         with processes.deferred_interrupts():
             for rank in range(self.program.world_size):
-                run = functools.partial(run_child, rank, self.program, self._store, self._files[rank])
-                self._children.append(processes.fork(run))
+                self._children.append(start(rank))
             # A rank may interrupt this process at once; a thread that has not started cannot be joined.
             self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._children))]
             for watcher in self._watchers:
                 watcher.start()
 
-    def _store(self) -> FileStore:
-        return FileStore(os.path.join(self._folder, "store"), self.program.world_size)
+    def _fork(self, rank: int) -> processes.Child:
+        return processes.fork(functools.partial(run_child, rank, self.program, self._store, self._files[rank]))
+
+    def _spawn(self, rank: int) -> processes.Child:
+        path = os.path.join(self._folder, f"rank{rank}")
+        SpawnedRank(rank, self.program, self._store).write(path)
+        code = f"import sys; sys.path[:] = {sys.path!r}\nfrom torchdist_ref.testing.process_ranks import run_spawned\n"
+        descriptors = self._files[rank].descriptors
+        command = [sys.executable, "-c", f"{code}run_spawned({path!r}, {descriptors})"]
+        return processes.spawn(command, pass_fds=descriptors, env={"OMP_NUM_THREADS": "1", **os.environ})
+
+    @property
+    def _store(self) -> Callable[[], Store]:
+        return functools.partial(FileStore, os.path.join(self._folder, "store"), self.program.world_size)
 
     def _watch(self, rank: int) -> None:
         status = self._children[rank].wait()
@@ -134,10 +152,14 @@ class RankFiles:
     the child; and a grandchild that keeps them open cannot block the parent.
     """
 
-    def __init__(self) -> None:
-        self.result = tempfile.TemporaryFile()
-        self.output = tempfile.TemporaryFile()
-        self.dump = tempfile.TemporaryFile()
+    def __init__(self, descriptors: Sequence[int] = ()) -> None:
+        files = [os.fdopen(each, "w+b") for each in descriptors] or [tempfile.TemporaryFile() for _ in range(3)]
+        self.result, self.output, self.dump = files
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors of the files, with which a process that inherits them opens them again."""
+        return tuple(file.fileno() for file in (self.result, self.output, self.dump))
 
     def outcome(self, rank: int) -> Outcome | None:
         """Read the outcome of the rank; None if it has not written one."""
@@ -172,11 +194,57 @@ def _content(file: Any) -> bytes:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
 
 
-def run_child(rank: int, program: RankProgram, store: Callable[[], Store], files: RankFiles) -> NoReturn:
-    """Run one rank in a forked child and exit.
+@dataclass(frozen=True)
+class SpawnedRank:
+    """A rank in a file, for a process that is not a fork of this one.
 
-    The child is a copy of a process in the middle of another task, a test run for example. It must not return there,
-    print there, or wait for threads that were not copied. So it leaves through ``os._exit``.
+    Attributes:
+        rank: Rank.
+        program: Its program.
+        store: Function that connects to the store.
+    """
+
+    rank: int
+    program: RankProgram
+    store: Callable[[], Store]
+
+    def write(self, path: str) -> None:
+        """Write the rank, and what its process needs before that can be read: the main module, simulated devices.
+
+        Raises:
+            ArgumentError: The program cannot be pickled.
+        """
+        try:
+            packed = ForkingPickler.dumps(self)
+        except Exception as error:
+            expected = "a function at the top level of a module, with arguments that can be pickled"
+            hint = f"The ranks are new processes, since no fork survives the accelerator that this one uses: {error}."
+            raise ArgumentError(explain("testing.run", "fn", expected, self.program.fn, hint=hint)) from error
+        simulated = sys.modules.get("torchdist_ref.testing.simulated_device")
+        devices = getattr(simulated, "installed", {})
+        preparation = spawn.get_preparation_data(f"rank {self.rank}")
+        # The key of `multiprocessing`, which must not be written to a file.
+        del preparation["authkey"]
+        with open(path, "wb") as file:
+            pickle.dump((preparation, devices, bytes(packed)), file)
+
+
+def run_spawned(path: str, descriptors: Sequence[int]) -> NoReturn:
+    """Run one rank in a new process and exit; see `SpawnedRank.write` and `run_child`."""
+    with open(path, "rb") as file:
+        preparation, devices, packed = pickle.load(file)
+    if devices:
+        importlib.import_module("torchdist_ref.testing.simulated_device").install(**devices)
+    spawn.prepare(preparation)
+    spawned: SpawnedRank = pickle.loads(packed)
+    run_child(spawned.rank, spawned.program, spawned.store, RankFiles(descriptors))
+
+
+def run_child(rank: int, program: RankProgram, store: Callable[[], Store], files: RankFiles) -> NoReturn:
+    """Run one rank in a child process and exit.
+
+    A forked child is a copy of a process in the middle of another task, a test run for example. It must not return
+    there, print there, or wait for threads that were not copied. So it leaves through ``os._exit``.
 
     Args:
         rank: Rank.

@@ -52,8 +52,10 @@ def run(
         *args: Further arguments. All ranks receive the same objects (process ranks: copies of them).
         backend: Backend of the default group, as for `torchdist_ref.init_process_group`.
         ranks: ``"threads"`` of this process, or ``"processes"`` forked from it, with torch already loaded and one
-            compute thread each. The output of process ranks appears when all have ended, in rank order, each line with
-            its rank. ``"simulated"`` are those of `torchdist_ref.simulation.run`, on virtual time.
+            compute thread each. Where this process has started an accelerator, which no fork survives, they are new
+            processes, which import the function from its module. The output of process ranks appears when all have
+            ended, in rank order, each line with its rank. ``"simulated"`` are those of `torchdist_ref.simulation.run`,
+            on virtual time.
         timeout: Time in seconds after which ranks that are still running are stopped and named. Collectives fail at
             four fifths of it, because their own error explains more. Virtual time for simulated ranks.
         seeds: Number of interleavings in which simulated ranks run; the results are those of the last one. Default: 1.
