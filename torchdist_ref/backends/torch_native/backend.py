@@ -270,12 +270,12 @@ class TorchBackend(Backend):
         work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished, callbacks)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
-        self._made(work, entry)
+        self._call_started(work, entry)
         if wait:
             work.wait()
         return work
 
-    def _made(self, work: TorchWork, entry: Entry) -> None:
+    def _call_started(self, work: TorchWork, entry: Entry) -> None:
         """Run a step after each call has been started; none by default."""
 
     def _runner_of_callbacks(self) -> CallbackRunner | None:

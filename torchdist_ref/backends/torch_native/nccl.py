@@ -215,7 +215,7 @@ class Nccl(TorchBackend):
             self._coalesced.append(work)
         return work
 
-    def _made(self, work: TorchWork, entry: Entry) -> None:
+    def _call_started(self, work: TorchWork, entry: Entry) -> None:
         """See `TorchBackend`: the call is on its stream now."""
         if isinstance(work, NcclWork):
             self._running.append((work, entry))
