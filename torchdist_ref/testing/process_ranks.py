@@ -1,6 +1,6 @@
 """Ranks as processes forked from this one: torch is already loaded, so four of them start in a tenth of a second.
 
-No fork survives a started accelerator. Where this process has started one, the ranks are new processes instead, which
+No fork survives a started accelerator. So if this process has started one, the ranks are new processes instead, which
 import the program's module (`SpawnedRank`) and take seconds to start.
 
 Each child writes its outcome into a file that the parent created, and exits. A thread of the parent waits for each

@@ -4,8 +4,8 @@ Everything here asks the module of a device type (``torch.cuda``, ``torch.xpu``,
 package registers), or `torch.accelerator` where a module lacks a function (``torch.mps``). So the library supports each
 accelerator that has streams, and its code names none. Tested are CUDA and simulated devices; the others are untested.
 
-What only CUDA has, its IPC and NCCL, is in `transports.cuda_ipc` and `backends.torch_native.nccl`. Do not add knowledge
-of calls and groups here.
+CUDA alone has IPC and NCCL: see `transports.cuda_ipc` and `backends.torch_native.nccl`. Do not add knowledge of calls
+and groups here.
 """
 
 from __future__ import annotations
