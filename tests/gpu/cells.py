@@ -42,6 +42,8 @@ OUTPUT_CHARACTERS = 20_000
 LINE_MAGIC = re.compile(r"^([ \t]*)%(\w+)[ \t]*(.*)$", re.MULTILINE)
 RANKS_OPTION = re.compile(r"-n\s*(\d+)")
 MISSING = re.compile(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)")
+# Words of torch's error where NumPy could not be imported when torch was.
+WITHOUT_NUMPY = "Numpy is not available"
 # Words of torch's errors when CPU and CUDA tensors, or generators, meet.
 MIXED_DEVICES = (
     "can't convert cuda",
@@ -237,6 +239,9 @@ def judged(trace: str, source: str, after_skip: bool, shell: Any) -> tuple[str, 
     missing = MISSING.search(trace)
     if missing and missing[1].split(".")[0] != "torchdist_ref":
         return SKIPPED, f"needs the package {missing[1]}"
+    if WITHOUT_NUMPY in trace and not importlib.util.find_spec("numpy"):
+        # A tensor's `numpy` and what uses it import nothing.
+        return SKIPPED, "needs the package numpy"
     if after_skip and "NameError" in trace:
         return SKIPPED, "needs a cell that was skipped"
     if any(words in trace for words in MIXED_DEVICES) and f"torchdist_ref{os.sep}" not in trace:

@@ -79,6 +79,21 @@ def test_cells_of_ranks_magics_and_values_need_no_jupyter(tmp_path: Path) -> Non
     assert found[9]["output"] == "32\n"
 
 
+@pytest.mark.parametrize(
+    ("absent", "trace", "wanted"),
+    [
+        (True, "RuntimeError: Numpy is not available", ("skipped", "needs the package numpy")),
+        (False, "RuntimeError: Numpy is not available", ("failed", "RuntimeError: Numpy is not available")),
+    ],
+)
+def test_a_cell_that_needs_numpy_is_skipped_without_it(
+    absent: bool, trace: str, wanted: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's message names no module, so such cells failed."""
+    monkeypatch.setattr(cells.importlib.util, "find_spec", lambda name: None if absent else name)
+    assert cells.judged(trace, "tensor.numpy()", False, SimpleNamespace(world=0, asked=0)) == wanted
+
+
 def test_a_crash_loses_no_cell_that_has_ended(tmp_path: Path) -> None:
     events = ran(written(tmp_path, "print(7 * 3)", "import os; os.abort()", "1"), code=-6)
     assert [event["event"] for event in events] == ["start", "end", "start"]
