@@ -27,9 +27,9 @@ def test_a_wrong_number_is_named(name: str, value: Any) -> None:
 
 
 def test_an_unknown_link_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"argument 'within' must be 'nvlink' or .*, got 'smoke signals'"):
+    with pytest.raises(ArgumentError, match=r"argument 'within' must be 'shared_memory' or .*, got 'smoke signals'"):
         Network.preset("smoke signals", "25gbps")
-    with pytest.raises(ArgumentError, match=r"argument 'between' must be 'nvlink' or .*, got '25g'"):
+    with pytest.raises(ArgumentError, match=r"argument 'between' must be 'shared_memory' or .*, got '25g'"):
         Network.preset("pcie", "25g")
 
 
