@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -140,6 +141,9 @@ def tests(session: nox.Session) -> None:
     """The tests, on `ref` and `gloo`. Arguments after -- go to pytest."""
     set_up(session, 3)
     session.log("[3/3] running the tests")
+    # Tests on the simulated device come late: it is compiled beside the first tests. Its errors are reported there.
+    build = [PYTHON, "-m", "torchdist_ref.testing.simulated_device"]
+    subprocess.Popen(build, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # Most tests wait for ranks more than they compute: a second worker uses the time. A chosen few need none.
     workers = [] if session.posargs else ["-n", "2", "--dist", "loadfile"]
     call(session, "-m", "pytest", *workers, "-m", MARKS, *session.posargs)

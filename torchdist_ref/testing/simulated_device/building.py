@@ -52,7 +52,7 @@ def check_version() -> None:
     if not OLDEST <= version <= NEWEST:
         raise BuildError(
             f"the simulated device is written for torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, "
-            f"and this is torch {torch.__version__}: set TORCHDIST_REF_ANY_TORCH=1 to try it all the same"
+            f"not for {torch.__version__}: install one of those"
         )
 
 

@@ -28,6 +28,8 @@
 // some need a mixture. So the delay is a setting: "late" as above, "none" (at submission, if the waits permit), or a
 // seed, with which the operations that run at each submission are drawn at random.
 
+// Without this, some of torch's headers include the declarations of all operators, which takes most of the time.
+#define AT_PER_OPERATOR_HEADERS
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
@@ -70,6 +72,8 @@
 #include <random>
 #include <set>
 #include <sstream>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -151,11 +155,8 @@ struct SimStream {
 };
 bool Position::completed() const { return stream == nullptr || stream->completed >= count; }
 
-struct Span {
-  int64_t device, stream;
-  std::string name;
-  double submitted, begin, end;
-};
+// One operation of the timeline: device, stream, name, and the times at which it was submitted, began and ended.
+using Span = std::tuple<int64_t, int64_t, std::string, double, double, double>;
 std::vector<std::vector<SimStream*>>& streams = *new std::vector<std::vector<SimStream*>>(kMostDevices);
 std::vector<Span>* timeline = nullptr;
 uint64_t submissions = 0;
@@ -188,7 +189,7 @@ void run_head(SimStream* stream) {
   if (operation.marks) operation.marks->passed_at = stream->ended_at;
   if (operation.run) {
     if (timeline)
-      timeline->push_back({stream->device, stream->id, operation.name, operation.submitted_at, begin, begin + lasts});
+      timeline->emplace_back(stream->device, stream->id, operation.name, operation.submitted_at, begin, begin + lasts);
     try {
       c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
       at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -397,6 +398,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 // the block is set aside until the positions that those streams had at the free have passed. Where `record_stream` was
 // forgotten, the new owner's first operation destroys the data: each allocation submits one that fills the block with
 // 0xff, which is NaN in every floating-point dtype. The same filling shows memory that is read before it is written.
+// Loops compute the same numbers again and again, in the same blocks: to read the last iteration's number by mistake
+// looks right. So a block that is freed while its stream has nothing queued is filled at once.
 //
 // Size classes: four to each power of two, at least 512 bytes. Blocks are not split or merged: a program with many
 // different sizes needs more memory than with CUDA's allocator, and the rules to be tested stay visible.
@@ -547,6 +550,7 @@ void Memory::free_block(void* context) {
   memory.count(block, false);
   for (auto* stream : block->used_on) block->pending.push_back({stream, stream->submitted});
   block->used_on.clear();
+  if (block->pending.empty() && block->stream->queue.empty()) memset(block->data, 0xff, block->size);
   block->pending.empty() ? memory.give(block) : memory.set_aside.push_back(block);
 }
 REGISTER_ALLOCATOR(kSim, &memory)
@@ -814,7 +818,11 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   auto waits = !non_blocking || (!to_device && !is_pinned(data));
   submit(stream, std::move(copy));
-  if (block != pinned.end()) block->second.pending.push_back({stream, stream->submitted});
+  if (block != pinned.end()) {
+    auto& pending = block->second.pending;
+    pending.erase(std::remove_if(pending.begin(), pending.end(), [](auto& at) { return at.completed(); }), pending.end());
+    pending.push_back({stream, stream->submitted});
+  }
   if (waits) finish(stream);
   return target;
 }
@@ -1021,21 +1029,15 @@ at::Tensor open_ipc_handle(std::string handle) {
   return set_whole_storage(tensor, c10::Storage(std::move(storage)));
 }
 
-void record_timeline(bool on) {
+void start_timeline() {
   std::lock_guard<std::mutex> held(lock);
-  if (on && !timeline) timeline = new std::vector<Span>();
-  if (!on) {
-    delete timeline;
-    timeline = nullptr;
-  }
+  TORCH_CHECK(!timeline, "a timeline of sim is being recorded already");
+  timeline = new std::vector<Span>();
 }
-std::vector<std::tuple<int64_t, int64_t, std::string, double, double, double>> spans() {
+std::vector<Span> stop_timeline() {
   std::lock_guard<std::mutex> held(lock);
-  std::vector<std::tuple<int64_t, int64_t, std::string, double, double, double>> found;
-  if (timeline)
-    for (auto& span : *timeline)
-      found.emplace_back(span.device, span.stream, span.name, span.submitted, span.begin, span.end);
-  return found;
+  std::unique_ptr<std::vector<Span>> recorded(std::exchange(timeline, nullptr));
+  return recorded ? std::move(*recorded) : std::vector<Span>();
 }
 int64_t pending(int64_t device) {
   std::lock_guard<std::mutex> held(lock);
@@ -1051,7 +1053,8 @@ TORCH_LIBRARY(simulated_device, m) {
   m.def("host_unregister", &host_unregister);
   m.def("ipc_handle", &ipc_handle);
   m.def("open_ipc_handle", &open_ipc_handle);
-  m.def("record_timeline", &record_timeline);
+  m.def("start_timeline", &start_timeline);
+  m.def("stop_timeline", &stop_timeline);
   m.def("pending", &pending);
   m.def("device_count", [] { return static_cast<int64_t>(settings.devices); });
   m.def("default_generator", [](int64_t device) { return default_generator(check_index(device)); });
