@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import train
 from torchdist_ref.algorithms import ddp_comm_hooks
 from torchdist_ref.algorithms.ddp_comm_hooks import (
@@ -32,9 +33,7 @@ ACCURATE: dict[str, tuple[Any, float]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ACCURATE)
-@pytest.mark.parametrize("backend", ["ref", "gloo"])
+@pytest.mark.parametrize(("name", "world", "backend"), covering(list(ACCURATE), (2, 3), ("ref", "gloo"), together=2))
 def test_averaging_hooks_satisfy_the_contract(name: str, world: int, backend: str) -> None:
     hook, tolerance = ACCURATE[name]
     check_hook(hook, world_size=world, backend=backend, tolerance=tolerance)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import forked, train
 from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -77,9 +78,9 @@ def crosswise(rank: int, world: int, name: str, cap: float, path: str) -> list[t
 APART = {"fp16": 1e-3, "bf16": 1e-2, "wrapper": 1e-3}
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("name", "world"), covering(list(HOOKS), (2, 3)))
 def test_hooks_do_the_same_on_either_ddp(name: str, world: int, tmp_path: Path) -> None:
+    """CI has each hook in one of two worlds."""
     # torch's PowerSGD works with one bucket only; ours is tried with more below.
     cap = 25 if name == "powerSGD" else 0.004
     arguments = (world, name, cap, str(tmp_path / "meet"))

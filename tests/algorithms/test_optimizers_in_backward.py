@@ -87,8 +87,7 @@ def after_hook(rank: int, path: str, some: bool, views: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize(("some", "views"), covering((False, True), (False, True)))
 def test_hook_then_optimizer_equals_torchs(some: bool, views: bool, tmp_path: Path) -> None:
     for theirs, ours in forked(after_hook, 2, str(tmp_path / "meet"), some, views, backend="ref"):
         assert torch.equal(theirs, ours)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as theirs
 
 import torchdist_ref as dist
+from tests.covering import covering
 from torchdist_ref.algorithms.ddp_comm_hooks import default_hooks as ours
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import fill, run
@@ -51,8 +52,7 @@ def trained(hook: Hook, rank: int, **options: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "world"), covering(list(HOOKS), (2, 3)))
 def test_folded_hooks_have_the_bits_of_torchs_hooks(name: str, world: int) -> None:
     def program(rank: int) -> bool:
         one, other = HOOKS[name]

@@ -25,12 +25,12 @@ def started(command: list[str], timeout: float = 100.0) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def job(
     request: pytest.FixtureRequest, python_with_torch: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Any]:
     """Run all checks one after the other on new ranks of MPI; return their number and the outcome."""
-    # Seconds: MPI's ranks wait busily.
+    # Seconds: MPI's ranks wait busily, so four of them take long on two cores.
     size, folder = request.param, tmp_path_factory.mktemp("mpi")
     return size, started([str(MPIEXEC), "-n", str(size), python_with_torch, str(RANKS), str(folder), *CHECKS])
 

@@ -74,7 +74,8 @@ def check(rank: int, size: int, turn: int) -> None:
                 check_reductions(rank, size, count, dtype, name)
 
 
-# Over a second: every algorithm there is, with seven ranks on one interpreter lock.
+# Every algorithm there is, with seven ranks on one interpreter lock; `test_every_algorithm.py` has five in CI.
+@pytest.mark.long
 def test_every_algorithm_keeps_the_contract_where_nothing_divides(monkeypatch: pytest.MonkeyPatch) -> None:
     size, known = 7, {op: catalogue.algorithms(op) for op in OPS}
     for turn in range(max(map(len, known.values()))):

@@ -210,7 +210,11 @@ def test_mismatches_and_interrupts_end_in_errors() -> None:
 
 
 # Over a second: interpreters start that load torch.
-def test_cost_of_the_public_api_and_of_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_of_the_public_api_and_of_imports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], python_with_torch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The times mean nothing then; what is measured, and how it is shown, is the subject.
+    monkeypatch.setattr(sys, "executable", python_with_torch)
     out = tmp_path / "out.json"
     brief = ["--repetitions", "2", "--calls", "3", "--imports", "1"]
     assert main(["calls", "--ops", "all_reduce,all_gather,barrier", "--worlds", "1,2", *brief, "--json", str(out)]) == 0
@@ -220,7 +224,6 @@ def test_cost_of_the_public_api_and_of_imports(tmp_path: Path, capsys: pytest.Ca
     ]
     samples = [entry["samples"] for entry in calls]
     assert all(len(each["public"]) == len(each["backend"]) == 2 and min(each["backend"]) > 0 for each in samples)
-    (torch_alone,), (added,), (without,) = (loaded["samples"][what] for what in (TORCH, ADDED, WITHOUT))
-    assert 0 < added < torch_alone and 0 < without < torch_alone
+    assert all(len(loaded["samples"][what]) == 1 and loaded["samples"][what][0] > 0 for what in (TORCH, ADDED, WITHOUT))
     printed = capsys.readouterr().out
     assert "public API us" in printed and ADDED in printed

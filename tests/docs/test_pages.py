@@ -12,7 +12,11 @@ from tests import on_sim
 from tests.docs import pages
 from tests.torch_versions import torch_has
 
-MODULES = [layers.module_name(path) for path in layers.files() if path.name != "__main__.py"]
+MODULES = [
+    layers.module_name(path)
+    for path in layers.files()
+    if path.name != "__main__.py" and ">>> " in path.read_text(encoding="utf-8")
+]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

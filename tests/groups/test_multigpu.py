@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
+from tests.covering import covering
 from torchdist_ref.testing import fill, run
 
 EACH = 2
@@ -82,9 +83,7 @@ def blocks_of(number: int, size: int) -> list[Tensor]:
     return [fill(number + 30 * block, (3,), torch.float64) for block in range(EACH * size)]
 
 
-@pytest.mark.parametrize("backend", ["ref", "gloo"])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "async_op", "backend"), covering((3, 2, 4, 1), (False, True), ("ref", "gloo")))
 def test_two_tensors_per_rank_count_as_two_ranks(world_size: int, async_op: bool, backend: str) -> None:
     def program(rank: int) -> None:
         for part in (reduces, moves, scatters):

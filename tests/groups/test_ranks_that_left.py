@@ -14,6 +14,7 @@ import torch
 import torchdist_ref as dist
 import torchdist_ref.groups.world
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, errors_of_survivors
+from tests.covering import covering
 from tests.outcomes import NEVER, failing
 from tests.ports import reserve_port
 from torchdist_ref.testing import RankError, run
@@ -79,9 +80,12 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("hosts", ["AAA", "ABC"])
 @pytest.mark.parametrize(
-    ("leave", "wait"), [("all groups", "new_group"), *((leave, wait) for leave in LEAVES for wait in list(WAITS)[:2])]
+    ("leave", "wait", "hosts"),
+    covering(
+        [("all groups", "new_group"), *((leave, wait) for leave in LEAVES for wait in list(WAITS)[:2])],
+        ("AAA", "ABC"),
+    ),
 )
 def test_a_rank_that_leaves_after_a_death_elsewhere_passes_its_cause_on(leave: str, wait: str, hosts: str) -> None:
     """Rank 1 dies in a group with rank 0, which leaves. Rank 2 shares another group with rank 0 only."""

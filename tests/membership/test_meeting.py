@@ -90,7 +90,7 @@ def test_a_part_can_be_split_when_its_parent_is_destroyed() -> None:
     assert run(parts_outlive_their_parent, WORLD) == [[1, 1]] * WORLD
 
 
-def initialize(index: int, method: str, where: str, claims: list[tuple[int, int]]) -> tuple[str, str, float]:
+def initialize(index: int, method: str, where: str, claims: list[tuple[int, int]]) -> tuple[str, str]:
     rank, size = claims[index]
     monkeypatch = pytest.MonkeyPatch()
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
@@ -105,50 +105,45 @@ def initialize(index: int, method: str, where: str, claims: list[tuple[int, int]
         arguments["store"] = TCPStore("127.0.0.1", int(where))
     else:
         arguments["init_method"] = f"{method}{where}"
-    start = time.monotonic()
     try:
         dist.init_process_group("ref", **arguments)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "no error", time.monotonic() - start
+        return type(error).__name__, str(error)
+    return "", "no error"
 
 
 def outcomes(
     method: str, size: int, tmp_path: Path, program: Callable[..., Any], argument: Any
-) -> list[tuple[str, str, float]]:
+) -> list[tuple[str, str]]:
     server = TCPStore("127.0.0.1", 0, is_master=True)
     port = reserve_port()
     where = {"env://": str(port), "tcp://": f"127.0.0.1:{port}", "file://": str(tmp_path / "file")}
     place = where.get(method, str(server.port))
-    found: list[tuple[str, str, float]] = run(program, size, method, place, argument, ranks="processes", init=False)
+    found: list[tuple[str, str]] = run(program, size, method, place, argument, ranks="processes", init=False)
     server.close()
     return found
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_that_two_processes_claim_is_named_on_all(method: str, tmp_path: Path) -> None:
-    for kind, text, seconds in outcomes(method, 3, tmp_path, initialize, [(0, 3), (1, 3), (1, 3)]):
+    for kind, text in outcomes(method, 3, tmp_path, initialize, [(0, 3), (1, 3), (1, 3)]):
         assert kind == "RendezvousError" and "two processes claim rank 1 of 3" in text, (kind, text)
-        assert seconds < SOON
 
 
 @pytest.mark.parametrize("method", ["env://", "tcp://"])
 def test_a_second_rank_0_is_named_where_the_first_one_waits(method: str, tmp_path: Path) -> None:
     found = sorted(outcomes(method, 2, tmp_path, initialize, [(0, 2), (0, 2)]))
-    assert [kind for kind, _, _ in found] == ["DistNetworkError", "RendezvousError"]
+    assert [kind for kind, _ in found] == ["DistNetworkError", "RendezvousError"]
     assert "cannot listen on" in found[0][1] and "two processes claim rank 0 of 2" in found[1][1]
-    assert max(seconds for _, _, seconds in found) < SOON
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_world_sizes_that_differ_are_named_on_all(method: str, tmp_path: Path) -> None:
-    for kind, text, seconds in outcomes(method, 2, tmp_path, initialize, [(0, 2), (1, 3)]):
-        assert (
-            kind == "MismatchError" and "world sizes differ: rank 0 has 2, rank 1 has 3" in text and seconds < SOON
-        ), (kind, text, seconds)
+    for kind, text in outcomes(method, 2, tmp_path, initialize, [(0, 2), (1, 3)]):
+        assert kind == "MismatchError" and "world sizes differ: rank 0 has 2, rank 1 has 3" in text, (kind, text)
 
 
-def claim_beside_a_complete_world(index: int, method: str, where: str, gates: Gates) -> tuple[str, str, float]:
+def claim_beside_a_complete_world(index: int, method: str, where: str, gates: Gates) -> tuple[str, str]:
     complete, tried = gates
     if index == 2:
         os.read(complete[0], 1)
@@ -168,8 +163,8 @@ def claim_beside_a_complete_world(index: int, method: str, where: str, gates: Ga
 def test_a_rank_of_a_complete_world_is_named(method: str, tmp_path: Path) -> None:
     gates = os.pipe(), os.pipe()
     found = outcomes(method, 3, tmp_path, claim_beside_a_complete_world, gates)
-    assert [kind for kind, _, _ in found] == ["", "", "RendezvousError"]
-    assert "two processes claim rank 1 of 2" in found[2][1] and found[2][2] < SOON
+    assert [kind for kind, _ in found] == ["", "", "RendezvousError"]
+    assert "two processes claim rank 1 of 2" in found[2][1]
     for descriptor in (*gates[0], *gates[1]):
         os.close(descriptor)
 

@@ -1,10 +1,10 @@
-"""Which planted faults CI takes: those that a change concerns, and a tenth of the others, all in ten turns."""
+"""Choice of planted faults for CI: those that a change concerns, a tenth of the others; of many, a sample."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutants.choice import ROOT, SHARE, chosen_by, named
+from tests.mutants.choice import MOST, ROOT, SHARE, bounded, chosen_by, named
 from tests.mutants.planting import Fault, places, planted
 
 FAULTS = planted()
@@ -42,6 +42,23 @@ def test_a_new_or_changed_row_is_chosen() -> None:
 
 def test_changes_elsewhere_choose_nothing_more() -> None:
     assert chosen(["README.md", "docs/index.md"]) == chosen([]) and Path(ROOT, "README.md").exists()
+
+
+def test_a_large_change_takes_new_rows_and_a_sample_of_the_others() -> None:
+    new, former = FAULTS[-3:], FAULTS[:-3]
+    samples = [bounded(FAULTS, former, turn) for turn in (1, 2)]
+    assert all(len(sample) == MOST < len(FAULTS) and set(new) <= set(sample) for sample in samples)
+    assert set(samples[0]) != set(samples[1]) and samples[0] == bounded(FAULTS, former, 1)
+    assert samples[0] == [fault for fault in FAULTS if fault in set(samples[0])]
+
+
+def test_over_time_every_fault_is_in_a_sample() -> None:
+    """A sample is a fifth of all faults; 50 samples leave one in a hundred thousand out."""
+    assert set(FAULTS) == {fault for turn in range(60) for fault in bounded(FAULTS, FAULTS, turn)}
+
+
+def test_a_small_change_is_taken_whole() -> None:
+    assert bounded(FAULTS[:MOST], [], 1) == FAULTS[:MOST]
 
 
 def test_faults_are_found_by_words_of_their_name() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import batch, build, forked, update
 from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.join import Join
@@ -41,10 +42,12 @@ def both(rank: int, world: int, path: str, name: str, divide: bool, kw: dict[str
     return outcomes
 
 
-@pytest.mark.parametrize("divide", [True, False])
 @pytest.mark.parametrize(
-    ("name", "kw"),
-    [("mlp", {}), ("convnet", {"gradient_as_bucket_view": True}), ("mlp", {"find_unused_parameters": True})],
+    ("name", "kw", "divide"),
+    covering(
+        [("mlp", {}), ("convnet", {"gradient_as_bucket_view": True}), ("mlp", {"find_unused_parameters": True})],
+        (True, False),
+    ),
 )
 def test_join_with_uneven_inputs_equals_torch(name: str, kw: dict[str, Any], divide: bool, tmp_path: Path) -> None:
     outcomes = forked(both, 3, 3, str(tmp_path / "meet"), name, divide, kw)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import batch, build, clear, forked, update
 from tests.torchs_world import start_torch
 from torchdist_ref.parallel import MixedPrecision
@@ -75,13 +76,20 @@ def by_hand(name: str, steps: int, reduce_dtype: torch.dtype) -> tuple[list[Tens
     return [torch.stack(of_rank) for of_rank in losses], flat(model)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
-@pytest.mark.parametrize("config", [MixedPrecision, _MixedPrecision], ids=["ours", "torch's"])
+@pytest.mark.parametrize(
+    ("name", "reduce_dtype", "config", "views"),
+    covering(
+        ("mlp", "convnet", "transformer"),
+        (None, torch.float32, torch.float16),
+        (pytest.param(MixedPrecision), pytest.param(_MixedPrecision)),
+        (False, True),
+        together=2,
+    ),
+)
 def test_mixed_precision_equals_a_low_precision_copy_per_step(
     name: str, reduce_dtype: torch.dtype | None, config: Any, views: bool
 ) -> None:
+    """Every pair of options; `long` has all combinations."""
     # torch's own, on CPU, asks for streams that are not there; with them left out it reads memory that it has freed.
     low = torch.bfloat16
     chosen = config(low, reduce_dtype, low)

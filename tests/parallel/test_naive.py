@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import MODELS, build, train
 from torchdist_ref.parallel import NaiveDataParallel, naive
 from torchdist_ref.testing import fill, run
@@ -28,8 +29,7 @@ def beside(rank: int, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "world"), covering(list(MODELS), (3, 2, 4, 1)))
 def test_ddp_trains_as_the_naive_one(name: str, world: int) -> None:
     for (losses, states), *others in run(lambda rank: beside(rank, name), world):
         for other_losses, other_states in others:

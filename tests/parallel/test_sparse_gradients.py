@@ -167,7 +167,7 @@ def beside(rank: int, path: str) -> dict[str, Any]:
 
 
 # Four steps each of 20 programs on both libraries, in processes of which each makes torch's backend: some 3 s a world.
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_sparse_buckets_and_gradients_equal_torchs(world: int, tmp_path: Path) -> None:
     for found in forked(beside, world, str(tmp_path / "meet")):
         for name, ((theirs, shown), (ours, ours_shown)) in found.items():

@@ -138,7 +138,7 @@ def few_stand_for_all(op: str, name: str, world: int) -> int:
 
 @pytest.mark.parametrize(("op", "name"), ALL)
 def test_few_ranks_represent_all_to_the_last_bit(op: str, name: str) -> None:
-    for world in range(1, 13):
+    for world in (*range(1, 9), 12):
         few_stand_for_all(op, name, world)
 
 

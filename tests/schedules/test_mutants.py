@@ -18,6 +18,7 @@ from math import sin
 
 import pytest
 
+from tests.covering import covering
 from torchdist_ref.schedules import Move, Round, Schedule, Slot, algorithms, build, operations, violations
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
@@ -158,8 +159,7 @@ def oracle(op: str, name: str, world: int, root: int = 0) -> Counter[str]:
     return verdicts
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize(("op", "name"), ALL)
+@pytest.mark.parametrize(("op", "name", "world"), covering(ALL, (3, 4)))
 def test_every_harmful_mutant_is_rejected(op: str, name: str, world: int) -> None:
     assert oracle(op, name, world, root=1)["harmful"] >= 3
 
