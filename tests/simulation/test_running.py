@@ -198,6 +198,31 @@ def test_locks_queues_and_threads_of_a_program_obey_virtual_time() -> None:
     assert simulation.run(python_s_own, 3, init=False).values == expected
 
 
+def calls_on_a_thread(rank: int) -> Any:
+    found: list[Any] = []
+
+    def call() -> None:
+        dist.all_reduce(tensor := fill(rank, (3,)))
+        found.append(tensor.tolist())
+
+    def fail() -> None:
+        raise KeyError("on a thread")
+
+    for target in (call, fail):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    return found
+
+
+def test_threads_of_a_rank_see_its_group_and_report_what_they_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
+    expected = sums(2, 3).tolist()
+    assert simulation.run(calls_on_a_thread, 2).values == [[expected], [expected]]
+    assert raised == [KeyError, KeyError]
+
+
 def test_other_threads_of_the_process_keep_real_time() -> None:
     begun, seen = threading.Event(), []
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import concurrent.futures.thread
+import contextvars
 import queue
 import sys
 import threading
@@ -346,8 +347,16 @@ def _start_thread(thread: threading.Thread) -> None:
     task = current_task()
     if task is None:
         return _start(thread)
-    scheduler = task.scheduler
-    made = scheduler.spawn(task.owner, thread.name, thread.run)
+    scheduler, context = task.scheduler, contextvars.copy_context()
+
+    def run() -> None:
+        # A thread of a real rank sees the groups of its process.
+        try:
+            context.run(thread.run)
+        except Exception:
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
+
+    made = scheduler.spawn(task.owner, thread.name, run)
     made.thread = thread
     setattr(thread, _TASK, made)
     scheduler.step()
