@@ -178,6 +178,8 @@ def test_a_type_checker_finds_the_names(tmp_path: Path) -> None:
     assert "program.py:3" in errors[0] and '"nonsense"' in errors[0] and len(errors) == 2
 
 
+# Seconds: Sphinx loads, and loads the library.
+@pytest.mark.long
 def test_sphinx_documents_a_name_by_a_path(python_with_torch: str, tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="Sphinx is installed with the extra `docs` only")
     (tmp_path / "conf.py").write_text("extensions = ['sphinx.ext.autodoc']\n")
