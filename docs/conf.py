@@ -47,6 +47,7 @@ extensions = [
     "traces",
     "profile_pictures",
     "player",
+    "reduction_trees",
     "collective_pages",
     "error_index",
     "head_tags",

@@ -108,7 +108,7 @@ PARTS = (
     Part("algorithms.bucket", "4 training", ("errors", "algorithms.division")),
     Part("algorithms", "4 training", (*API, "algorithms.bucket", "algorithms.division")),
     Part("parallel", "4 training", (*API, "algorithms", "algorithms.bucket", "algorithms.division")),
-    Part("nn", "4 training", API),
+    Part("nn", "4 training", (*API, "schedules")),
     Part("optim", "4 training", (*API, "algorithms", "parallel")),
     Part("utilities", "4 training", (*API, "parallel", "algorithms", "nn")),
     Part("pipeline", "4 training", ("errors", "torch_internals")),

@@ -18,7 +18,7 @@ from torchdist_ref.schedules.catalogue import make
 
 HUGE = 16_384
 HOSTS = tuple(rank // 8 for rank in range(HUGE))
-UNLIKE = [("all_reduce", "direct"), ("broadcast", "scatter_all_gather")]
+UNLIKE = [("broadcast", "scatter_all_gather")]
 CLOCKED = [(op, name) for op in operations() for name in algorithms(op) if (op, name) not in UNLIKE]
 
 FOLDING = [(op, name) for op, name in CLOCKED if "halving" in name or "doubling" in name]

@@ -2,8 +2,9 @@
 
 `reduction` refuses reductions that the dtype does not have, such as MAX of complex numbers.
 
-The reductions are commutative. None is associative in floating point, so schedules fix an order. Callers add float16,
-bfloat16 and float8 (`WIDENED`) in float32: `ref.steps.widened` and `ref.execute.reduce`, `torch_native.gloo`, `mpi`.
+The reductions are commutative, and MIN and MAX are associative. Sums and products are not in floating point, so
+schedules fix an order (`schedules.reduction_tree`). Callers add float16, bfloat16 and float8 (`WIDENED`) in float32:
+`ref.steps.widened` and `ref.execute.reduce`, `torch_native.gloo`, `mpi`.
 Dtypes that torch stores but does not calculate with are reduced in a wider dtype here. The sum of sparse tensors
 gathers the entries of all ranks, since ranks have entries at different indices.
 
@@ -38,6 +39,7 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 # Bits, quantized numbers, integers and floats of a few bits: torch stores them and has no arithmetic for them.
 _STORED_ONLY = re.compile(r"torch\.(bits|q|u?int[1-7]$|float4)")
 # Dtypes that torch stores but does not add or compare, and a dtype that holds all their values; sums wrap alike.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_FLOAT8, torch.float32)}
 
 
@@ -46,6 +48,11 @@ class Reduction(NamedTuple):
 
     into: Callable[..., Any]
     combine: Callable[..., Any]
+
+    def of_two(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a new tensor."""
+        result: Tensor = self.combine(a, b, out=torch.empty_like(a))
+        return result
 
 
 def _into(combine: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
@@ -93,6 +100,8 @@ def reduction(name: str, dtype: torch.dtype, operation: str, averages_integers: 
     if _STORED_ONLY.match(str(dtype)):
         expected = "tensors of a dtype that torch calculates with"
         raise BackendArgumentError(explain(operation, "tensor", expected, dtype, hint="Use .view() or .to()."))
+    if name in _ORDERED and dtype.is_floating_point:
+        return _through(_WIDER[dtype], _ordered(name).combine) if dtype in _WIDER else _ordered(name)
     if dtype in _WIDER:
         return _through(_WIDER[dtype], _TABLE[name].combine)
     return _through_signed(name) if dtype is torch.uint64 else _TABLE[name]
@@ -136,6 +145,24 @@ def _through(wide: torch.dtype, combine: Callable[..., Tensor]) -> Reduction:
     return Reduction(_into(widened), widened)
 
 
+def _ordered(name: str) -> Reduction:
+    """Return MIN or MAX of floats, with the same bits in any order: -0 is less than 0, and there is one NaN.
+
+    Of two zeros torch returns either, and of two NaN the first one or a new one, depending on the element's index.
+    """
+    combine = _TABLE[name].combine
+    join = torch.bitwise_or if name == "min" else torch.bitwise_and
+
+    def of_two(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        # A minimum is negative if an operand is, a maximum if both are.
+        bits = _BITS[a.itemsize]
+        sign = join(a.view(bits), b.view(bits)).view(a.dtype)
+        torch.copysign(combine(a, b, out=out), sign, out=out)
+        return out.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+
+    return Reduction(_into(of_two), of_two)
+
+
 def _through_signed(name: str) -> Reduction:
     """Return a reduction of uint64, which torch runs as int64; comparisons flip the top bit."""
     flip, combine = torch.iinfo(torch.int64).min if name in _ORDERED else 0, _TABLE[name].combine
@@ -152,6 +179,10 @@ def divide(tensor: Tensor, by: int) -> Tensor:
     """Divide a sum in place, to make it an average; integers are rounded toward zero, as by NCCL."""
     if tensor.dtype in _DIVIDED:
         return tensor.div_(by, rounding_mode="trunc")
+    if not tensor.is_cpu:
+        # CUDA multiplies by the reciprocal of a number, which rounds twice, and divides by a tensor.
+        wide = tensor.float() if tensor.dtype in _FLOAT8 else tensor
+        return tensor.copy_(wide / torch.full((), by, dtype=wide.dtype, device=wide.device))
     return tensor.copy_(tensor.float() / by) if tensor.dtype in _FLOAT8 else tensor.div_(by)
 
 

@@ -23,6 +23,7 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
 from torchdist_ref.nn import gradients
 from torchdist_ref.nn.gradients import apply
+from torchdist_ref.schedules.reduction_tree import combined
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 
 __all__ = [
@@ -67,8 +68,9 @@ def _check_tensors(operation: str, argument: str, values: Any) -> None:
 
 
 def _product(stacked: Tensor) -> Tensor:
-    """Return the product over the first dimension, in the tensors' dtype."""
-    return stacked.prod(0, dtype=stacked.dtype)
+    """Return the product over the first dimension, in the tensors' dtype, with the bits of a call without gradients."""
+    wide = stacked.float() if stacked.is_floating_point() and stacked.itemsize < 4 else stacked
+    return combined(wide.unbind(), torch.mul).to(stacked.dtype)
 
 
 def _minimum(stacked: Tensor) -> Tensor:

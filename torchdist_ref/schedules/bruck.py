@@ -15,8 +15,9 @@ Manber, "Two algorithms for barrier synchronization", 1988.
 
 **Pairwise** (`pairwise_all_to_all`, `pairwise_reduce_scatter`): in step ``t`` receive from the rank ``t`` before this
 one and send to the rank ``t`` after it. Every block goes straight to its destination, and no link is used twice in a
-step. Steps ``n - 1``, bytes ``(n - 1)/n m``; reduce_scatter also reduces ``(n - 1)/n m``. Source: Thakur,
-Rabenseifner, Gropp 2005.
+step. Steps ``n - 1``, bytes ``(n - 1)/n m``; reduce_scatter also reduces ``(n - 1)/n m``. It adds in another order on
+each rank, so from 3 ranks on its sums do not have the bits of the `reduction_tree`, and it runs only where it is asked
+for. Source: Thakur, Rabenseifner, Gropp 2005.
 
 Do not add here: exchanges with the same neighbor in every step (`ring`).
 """

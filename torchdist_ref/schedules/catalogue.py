@@ -22,7 +22,8 @@ from typing import Any
 from torchdist_ref.calls import fingerprint
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.catalogue_rows import ENTRIES, Entry, entry_of
-from torchdist_ref.schedules.measured import BETWEEN_HOSTS, BETWEEN_TWO, WITHIN_A_HOST, SizeTable
+from torchdist_ref.schedules.measured import BETWEEN_HOSTS, BETWEEN_TWO, UNROUNDED, WITHIN_A_HOST, SizeTable
+from torchdist_ref.schedules.reduction_tree import are_subtrees
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.schedules.verify import verify
 
@@ -214,8 +215,12 @@ def choose(
     *,
     hosts: tuple[int, ...] | None = None,
     transport: str = "shared_memory",
+    rounded: bool = False,
 ) -> str:
     """Return the algorithm to use for one call.
+
+    A reduction has the same bits by all algorithms that this function returns for some number of ranks: they combine
+    the ranks along the `reduction_tree`.
 
     Args:
         op: operation, such as ``"all_reduce"``.
@@ -225,6 +230,8 @@ def choose(
         hosts: the host of each rank, numbered in any way (default: not known).
         transport: ``"shared_memory"`` (also for ranks that are threads) or ``"tcp"``. Where ``hosts`` names
             more than one host, messages between them go by TCP whatever this is.
+        rounded: whether a partial result would be rounded where it travels, as a sum of 16-bit floats is, so
+            that the algorithm must be one in which none does (default False).
 
     Returns:
         A name that `build` takes for this operation.
@@ -234,8 +241,8 @@ def choose(
 
     >>> choose("all_reduce", 4, 1024), choose("all_reduce", 4, 1 << 20)
     ('direct', 'two_shot')
-    >>> choose("all_reduce", 16, 4 << 20, transport="tcp")
-    'ring'
+    >>> choose("all_reduce", 16, 512 << 10, transport="tcp")
+    'halving_doubling'
     """
     algorithms(op)
     if world < 1:
@@ -248,16 +255,20 @@ def choose(
         raise ArgumentError(explain("choose", "transport", "'shared_memory' or 'tcp'", transport))
     if hosts and len(set(hosts)) > 1:
         shared = max(Counter(hosts).values()) > 1 and op != "send"
-        return "hierarchical" if shared else _between_hosts(op, world, nbytes)
+        # Hosts that are no subtrees would be combined along another tree.
+        hierarchy = shared and (op not in UNROUNDED or (are_subtrees(hosts) and not rounded))
+        return "hierarchical" if hierarchy else _between_hosts(op, world, nbytes, rounded)
     if transport == "tcp" and world > 1:
-        return _between_hosts(op, world, nbytes)
+        return _between_hosts(op, world, nbytes, rounded)
     table = {1: {}, 2: BETWEEN_TWO}.get(world, WITHIN_A_HOST)
     return _first(table.get(op, _DIRECT), nbytes)
 
 
-def _between_hosts(op: str, world: int, nbytes: int) -> str:
+def _between_hosts(op: str, world: int, nbytes: int, rounded: bool) -> str:
     # With two ranks no third one shares the root's work: a second round would only bring it back what it has.
-    return "tree" if world == 2 and op in ("broadcast", "reduce") else _first(BETWEEN_HOSTS[op], nbytes)
+    if world == 2 and op in ("broadcast", "reduce"):
+        return "tree"
+    return _first((UNROUNDED if rounded else {}).get(op) or BETWEEN_HOSTS[op], nbytes)
 
 
 def _first(table: SizeTable, nbytes: int) -> str:

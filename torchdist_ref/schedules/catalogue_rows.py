@@ -37,6 +37,13 @@ SOURCES = {
     "dissemination": "Hensgen, Finkel, Manber 1988",
 }
 
+# Reductions that combine the ranks in another order than the `reduction_tree`, so that their bits differ from those of
+# all others, and by index in the tensor or by rank. `choose` picks none of them.
+OTHER_TREES = frozenset(
+    [*((op, name) for op in ("all_reduce", "reduce") for name in ("ring", "chain"))]
+    + [("reduce_scatter", name) for name in ("pairwise", "ring")]
+)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -78,9 +85,22 @@ def entry_of(op: str, algorithm: str, function: Callable[..., Schedule], summary
 def _rows(op: str, *rows: tuple[str, Callable[..., Schedule], str, str, str]) -> tuple[Entry, ...]:
     """Return the entries of one operation."""
     return tuple(
-        Entry(op, algorithm, function, _takes(op, algorithm), summary, when, cost, _source(op, algorithm))
+        Entry(
+            op,
+            algorithm,
+            function,
+            _takes(op, algorithm),
+            summary,
+            _when(op, algorithm, when),
+            cost,
+            _source(op, algorithm),
+        )
         for algorithm, function, summary, when, cost in rows
     )
+
+
+def _when(op: str, algorithm: str, when: str) -> str:
+    return f"{when}; only by name, since its bits differ" if (op, algorithm) in OTHER_TREES else when
 
 
 def _source(op: str, algorithm: str) -> str:
@@ -98,12 +118,12 @@ def _source(op: str, algorithm: str) -> str:
 ENTRIES: tuple[Entry, ...] = (
     *_rows(
         "all_reduce",
-        ("direct", direct.all_reduce, "every rank reads every tensor", "small, shared memory", "(n-1)(a + mb) + 2mg"),
+        ("direct", direct.all_reduce, "every rank reads every tensor", "small, shared memory", "(n-1)(a + mb) + mg"),
         (
             "two_shot",
             direct.two_shot_all_reduce,
             "reduce one chunk each, read the others'",
-            "large, shared memory",
+            "large",
             "2(n-1)(a + mb/n) + mg/n",
         ),
         (
@@ -124,7 +144,7 @@ ENTRIES: tuple[Entry, ...] = (
             "ring",
             ring.all_reduce,
             "chunks travel twice around the ring",
-            "large, between hosts",
+            "large, links between neighbors",
             "2(n-1)a + 2(n-1)/n mb + (n-1)/n mg",
         ),
         ("tree", tree.all_reduce, "reduce up a tree, broadcast down", "for comparison", "2 lg(n) (a + mb) + lg(n) mg"),
@@ -165,7 +185,7 @@ ENTRIES: tuple[Entry, ...] = (
             "ring",
             ring.reduce,
             "chunks travel around the ring, then to the root",
-            "large, between hosts, any n",
+            "large, links between neighbors",
             "2(n-1)a + 2(n-1)/n mb + (n-1)/n mg",
         ),
         ("chain", tree.chain_reduce, "reduce along a chain in pieces", "long, between hosts", "(n+6)(a + mb/8 + mg/8)"),
@@ -249,7 +269,13 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     *_rows(
         "reduce_scatter",
-        ("direct", direct.reduce_scatter, "every rank reads its chunk", "shared memory", "(n-1)(a + mb/n) + mg/n"),
+        (
+            "direct",
+            direct.reduce_scatter,
+            "every rank reads its chunk",
+            "shared memory, or large",
+            "(n-1)(a + mb/n) + mg/n",
+        ),
         (
             "recursive_halving",
             halving_doubling.reduce_scatter,
@@ -261,7 +287,7 @@ ENTRIES: tuple[Entry, ...] = (
             "pairwise",
             bruck.pairwise_reduce_scatter,
             "a different peer in every step",
-            "large, between hosts",
+            "for comparison",
             "(n-1)(a + mb/n + mg/n)",
         ),
         (

@@ -36,19 +36,12 @@ def others(rank: int, world: int) -> Iterable[int]:
 
 
 def all_reduce(world: int) -> Schedule:
-    """Read every rank's tensor on every rank, and reduce in the same order on all of them (one shot).
-
-    Reductions commute but do not associate, and all ranks must end with the same bits. So all of them
-    compute ``((d0 + d1) + d2) + ...``: ranks 0 and 1 start from their own value, the others replace theirs
-    by rank 0's and add their own old value (reads happen before writes) in its turn.
-    """
+    """Read every rank's tensor on every rank (one shot): all ranks combine the same values along the same tree."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
-        if rank < 2:
-            return [carry(peer, rank, DATA, reduce=True) for peer in range(world) if peer != rank]
-        return [carry(peer, rank, DATA, reduce=peer > 0) for peer in range(world)]
+        return [carry(peer, rank, DATA, reduce=True) for peer in others(rank, world)]
 
-    return Schedule("direct all_reduce", world, arriving(world, min(1, world - 1), arrivals))
+    return Schedule("direct all_reduce", world, arriving(world, min(1, world - 1), arrivals, period=1))
 
 
 def reduce(world: int, root: int = 0) -> Schedule:

@@ -1,16 +1,17 @@
 """Recursive doubling and halving: exchanges with the rank whose number differs in one bit.
 
 **Doubling**: in step ``t`` exchange all you have with the rank whose number differs in bit ``t``. After each step the
-groups that have the same data double. Partners need a power of two: `folded` lets the ranks beyond the largest power
-of two send their part to a partner before, and receive the result after.
+groups that have the same data double. Partners need a power of two: with `folded`, some ranks send their part to a
+neighbor before, and receive the result after.
 all_reduce: steps ``lg n`` (two more when folding), bytes ``lg n m``, reduced ``lg n m``.
 all_gather: steps ``lg n``, bytes ``(n - 1)/n m``. Both partners of an exchange reduce the same two operands, so all
-ranks end with the same expression up to the order of two operands, hence the same bits.
+ranks end with the same expression up to the order of two operands: the one of the `reduction_tree`.
 Source: Thakur, Rabenseifner, Gropp 2005; folding: Rabenseifner, Träff 2004.
 
-**Halving, then doubling** (Rabenseifner): in step ``t`` partners differ in the ``t``-th highest bit. Each keeps the
-half of the chunks whose numbers agree with its own there, and sends the other half. That is a reduce-scatter in ``lg
-n`` steps; reversed it is an all-gather. Together they move the bytes of a ring in the steps of a tree. all_reduce:
+**Halving, then doubling** (Rabenseifner): in step ``t`` partners differ in bit ``t``. Each keeps one half of the chunks
+that it has, and sends the other half. That is a reduce-scatter in ``lg n`` steps; reversed it is an all-gather.
+Together they move the bytes of a ring in the steps of a tree. The literature begins with the highest bit; the lowest
+one combines neighbors first, as the `reduction_tree` does, and sends the most bytes to the nearest rank. all_reduce:
 steps ``2 lg n``, bytes ``2 (n - 1)/n m``, reduced ``(n - 1)/n m``; reduce: the same; reduce_scatter: half. Source:
 Rabenseifner, "Optimization of collective reduction operations", ICCS 2004.
 
@@ -20,18 +21,10 @@ Do not add here: exchanges for any world without folding (`bruck`).
 from __future__ import annotations
 
 from torchdist_ref.schedules import direct
-from torchdist_ref.schedules.compose import on_ranks, only, reversed_, then
+from torchdist_ref.schedules.compose import on_ranks, reversed_, then
 from torchdist_ref.schedules.direct import DATA
+from torchdist_ref.schedules.reduction_tree import core_ranks, core_size, fold
 from torchdist_ref.schedules.schedule import Move, Run, Schedule, arriving, carry, carry_run
-
-
-def core_size(world: int) -> int:
-    """Return the largest power of two that is not above ``world``.
-
-    >>> core_size(7), core_size(8)
-    (4, 8)
-    """
-    return 1 << (world.bit_length() - 1)
 
 
 def blocks(chunks: range, core: int, world: int) -> list[range]:
@@ -40,22 +33,12 @@ def blocks(chunks: range, core: int, world: int) -> list[range]:
     return [chunks, folded_in] if folded_in else [chunks]
 
 
-def fold(world: int, chunks: int) -> Schedule:
-    """Reduce the tensor of rank ``core + i`` into that of rank ``i``."""
-    core = core_size(world)
-
-    def arrivals(step: int, rank: int) -> list[Run]:
-        return [carry_run(core + rank, rank, "data", range(chunks), reduce=True)] if core + rank < world else []
-
-    return Schedule("fold", world, arriving(world, int(core < world), arrivals), chunks)
-
-
 def folded(core: Schedule, world: int) -> Schedule:
     """Extend an all-reduce for a power of two to any world."""
     if core.world == world:
         return core
     before = fold(world, core.chunks)
-    return then(before, on_ranks(core, range(core.world), world), reversed_(before), name=core.name)
+    return then(before, on_ranks(core, core_ranks(world), world), reversed_(before), name=core.name)
 
 
 def doubling_all_reduce(world: int) -> Schedule:
@@ -95,14 +78,19 @@ def doubling_all_gather(world: int) -> Schedule:
 
 
 def kept(core: int, step: int, rank: int) -> tuple[int, range]:
-    """Return the partner of ``rank`` in a halving step, and the chunks that ``rank`` keeps after it."""
-    distance = core >> (step + 1)
-    first = rank // distance * distance
-    return rank ^ distance, range(first, first + distance)
+    """Return the partner of ``rank`` in a halving step, and the chunks that ``rank`` keeps after it.
+
+    The lowest bit of a rank decides which half of the chunks it keeps, the next bit which quarter.
+    """
+    length, first = core, 0
+    for bit in range(step + 1):
+        length //= 2
+        first += length * (rank >> bit & 1)
+    return rank ^ 1 << step, range(first, first + length)
 
 
 def reduce_scatter_in_place(core: int) -> Schedule:
-    """Reduce chunk ``c`` of every rank's ``data`` on rank ``c``, for a power of two."""
+    """Reduce each chunk of every rank's ``data`` on one rank, for a power of two."""
 
     def arrivals(step: int, rank: int) -> list[Run]:
         partner, chunks = kept(core, step, rank)
@@ -121,55 +109,63 @@ def all_reduce(world: int) -> Schedule:
 def gather_in_place(core: int, root: int) -> Schedule:
     """Keep only those arrows of the reversed halving that lead to the root.
 
-    At distance ``d`` a rank's chunks still have to travel to the root only if it agrees with the root in the
-    bits below ``2 d``.
+    Partners that differ in bit ``b`` exchange chunks after those that differ in higher bits. So a rank's chunks still
+    have to travel to the root only if the rank agrees with the root in all bits above ``b``.
     """
     steps = core.bit_length() - 1
 
     def arrivals(step: int, rank: int) -> list[Run]:
-        partner = rank ^ 1 << step
-        _, chunks = kept(core, steps - 1 - step, partner)
-        leads = (rank ^ root) % (2 << step) == 0
-        return [carry_run(partner, rank, "data", chunks)] if leads else []
+        bit = steps - 1 - step
+        partner, _ = kept(core, bit, rank)
+        leads = (rank ^ root) >> bit == 0
+        return [carry_run(partner, rank, "data", kept(core, bit, partner)[1])] if leads else []
 
     return Schedule("doubling gather in place", core, arriving(core, steps, arrivals), core)
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
-    """Halve, then gather; a root outside the core receives from the rank that it was folded into."""
-    core = core_size(world)
-    inner = then(reduce_scatter_in_place(core), gather_in_place(core, root % core))
-    before = fold(world, core)
-    after = only(reversed_(before), lambda m: m.dst == root)
-    parts = [before, on_ranks(inner, range(core), world), *([after] if root >= core else [])]
-    return then(*parts, name="halving_doubling reduce")
+    """Halve, then gather on the root."""
+    core, ranks = core_size(world), core_ranks(world, root)
+    inner = then(reduce_scatter_in_place(core), gather_in_place(core, ranks.index(root)))
+    return then(fold(world, core, root), on_ranks(inner, ranks, world), name="halving_doubling reduce")
 
 
 def reduce_scatter(world: int) -> Schedule:
-    """Halve between blocks, for any world: sums are built in scratch slots, so that inputs are kept."""
+    """Halve between blocks, for any world: sums are built in scratch slots, so that inputs are kept.
+
+    Core rank ``i`` represents one rank or two (`reduction_tree.fold`), and keeps their blocks.
+    """
     if world == 1:
         return direct.reduce_scatter(1)
-    core = core_size(world)
+    core, ranks = core_size(world), core_ranks(world)
     extra, swaps = world - core, core.bit_length() - 1
+    index = {rank: i for i, rank in enumerate(ranks)}
 
     def start(rank: int, source: int, indices: range) -> Run:
         """Copy this rank's own blocks to scratch slots, or add another rank's blocks there."""
         return carry_run(source, rank, "in", indices, reduce=source != rank, into="tmp")
 
+    def kept_blocks(step: int, rank: int) -> list[range]:
+        owners = range(index[rank] & (2 << step) - 1, core, 2 << step)
+        return [range(ranks[i], ranks[i] + 1 + (i < extra)) for i in owners]
+
     def swap(step: int, rank: int) -> list[Run]:
-        partner, chunks = kept(core, step, rank)
-        mine = blocks(chunks, core, world)
-        copies = [start(rank, rank, run) for run in mine] if step == 0 and rank >= extra else []
-        buffer = "in" if step == 0 and partner >= extra else "tmp"
+        partner, mine = ranks[index[rank] ^ 1 << step], kept_blocks(step, rank)
+        copies = [start(rank, rank, run) for run in mine] if step == 0 and index[rank] >= extra else []
+        buffer = "in" if step == 0 and index[partner] >= extra else "tmp"
         return copies + [carry_run(partner, rank, buffer, run, reduce=True, into="tmp") for run in mine]
 
     def arrivals(step: int, rank: int) -> list[Run] | list[Move]:
         step -= extra > 0
         if step < 0:
-            return [start(rank, source, range(world)) for source in (rank, core + rank)] if rank < extra else []
+            return (
+                [start(rank, source, range(world)) for source in (rank, rank + 1)]
+                if index.get(rank, extra) < extra
+                else []
+            )
         if step == swaps:
-            return [Move(rank % core, rank, ("tmp", rank), ("out", 0))]
-        return swap(step, rank) if rank < core else []
+            return [Move(rank if rank in index else rank - 1, rank, ("tmp", rank), ("out", 0))]
+        return swap(step, rank) if rank in index else []
 
     rounds = arriving(world, (extra > 0) + swaps + 1, arrivals, period=0 if extra else 1)
     return Schedule("recursive_halving reduce_scatter", world, rounds, world)

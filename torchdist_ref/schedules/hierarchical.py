@@ -74,10 +74,13 @@ def all_reduce(hosts: Hosts) -> Schedule:
 
 
 def reduce(hosts: Hosts, root: int = 0) -> Schedule:
-    """Reduce to the leaders, then along a tree of leaders to the root."""
-    world, groups = len(hosts), teams(hosts, root)
-    outer = _between(groups, world, tree.reduce(len(groups)))
-    return then(_within(groups, world, direct.reduce, 1), outer, name="hierarchical reduce")
+    """Reduce to the leaders, then along a tree of leaders to the root. Hosts stay in order: they are subtrees."""
+    world, groups = len(hosts), teams(hosts)
+    leaders = [root if root in team else team[0] for team in groups]
+    ends = [team.index(leader) for team, leader in zip(groups, leaders, strict=True)]
+    up = (on_ranks(direct.reduce(len(team), end), team, world) for team, end in zip(groups, ends, strict=True))
+    outer = on_ranks(tree.reduce(len(groups), leaders.index(root)), leaders, world)
+    return then(alongside(*up), outer, name="hierarchical reduce")
 
 
 def broadcast(hosts: Hosts, root: int = 0) -> Schedule:
@@ -147,22 +150,25 @@ def scatter(hosts: Hosts, root: int = 0) -> Schedule:
 
 
 def reduce_scatter(hosts: Hosts) -> Schedule:
-    """Reduce each chunk on the leader of each host, then on its owner's leader, and copy it to its owner."""
+    """Reduce each chunk on the leader of each host, then on its owner's leader, and copy it to its owner.
+
+    A leader receives from all other leaders in one round, so that it can combine them along the `reduction_tree`.
+    """
     world, groups = len(hosts), teams(hosts)
     home = _by_rank(groups)
 
     def arrivals(step: int, rank: int) -> list[Run] | list[Move]:
         team, index = home[rank]
-        if step == len(groups):
+        if step == 2:
             return [Move(team[0], rank, ("tmp", rank), ("out", 0))]
         if rank != team[0]:
             return []
         if step == 0:
             return [carry_run(r, rank, "in", range(world), reduce=r != rank, into="tmp") for r in team]
-        source = groups[(index - step) % len(groups)]
-        return [carry(source[0], rank, ("tmp", c), reduce=True) for c in team]
+        others = (groups[(index + k) % len(groups)] for k in range(1, len(groups)))
+        return [carry(other[0], rank, ("tmp", c), reduce=True) for other in others for c in team]
 
-    return _rounds("hierarchical reduce_scatter", groups, world, len(groups) + 1, arrivals)
+    return _rounds("hierarchical reduce_scatter", groups, world, 3, arrivals)
 
 
 def all_to_all(hosts: Hosts) -> Schedule:

@@ -34,14 +34,22 @@ BETWEEN_TWO: dict[str, SizeTable] = {"all_reduce": ((4 * MIB, "direct"), (float(
 # Between hosts: the limits of Thakur, Rabenseifner and Gropp 2005, scaled for a latency of tens of microseconds
 # through Python. These are not measured here.
 BETWEEN_HOSTS: dict[str, SizeTable] = {
-    "all_reduce": ((64 * KIB, "recursive_doubling"), (1024 * KIB, "halving_doubling"), (float("inf"), "ring")),
+    "all_reduce": ((64 * KIB, "recursive_doubling"), (1024 * KIB, "halving_doubling"), (float("inf"), "two_shot")),
     "reduce": ((64 * KIB, "tree"), (float("inf"), "halving_doubling")),
     "broadcast": ((64 * KIB, "tree"), (float("inf"), "scatter_all_gather")),
     "all_gather": ((512 * KIB, "bruck"), (float("inf"), "ring")),
     "gather": ((float("inf"), "tree"),),
     "scatter": ((float("inf"), "tree"),),
-    "reduce_scatter": ((512 * KIB, "recursive_halving"), (float("inf"), "pairwise")),
+    "reduce_scatter": ((512 * KIB, "recursive_halving"), (float("inf"), "direct")),
     "all_to_all": ((16 * KIB, "bruck"), (float("inf"), "pairwise")),
     "barrier": ((float("inf"), "dissemination"),),
     "send": ((float("inf"), "direct"),),
+}
+
+# Between hosts, for sums whose partial results must not travel, since they would be rounded (16-bit floats): algorithms
+# in which a rank reads the values of all ranks.
+UNROUNDED: dict[str, SizeTable] = {
+    "all_reduce": ((64 * KIB, "direct"), (float("inf"), "two_shot")),
+    "reduce": ((64 * KIB, "direct"), (float("inf"), "two_shot")),
+    "reduce_scatter": ((float("inf"), "direct"),),
 }

@@ -4,6 +4,10 @@ A chunk that travels once around the ring visits every rank: if contributions ar
 reduce-scatter, if copies are left it is an all-gather. One after the other they are the all-reduce that moves the
 fewest bytes. A ring needs no power of two and suits long messages; its price is ``n - 1`` steps.
 
+The ranks are combined in the order in which a chunk visits them, which is another one for each chunk. So the bits of a
+sum depend on its index in the tensor (from 3 ranks on), and reductions run on a ring only where it is asked for by
+name; all others have the bits of the `reduction_tree`.
+
 all_reduce: steps ``2 (n - 1)``, bytes ``2 (n - 1)/n m``, reduced ``(n - 1)/n m``; the halves cost half.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 

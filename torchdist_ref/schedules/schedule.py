@@ -8,8 +8,9 @@ Terms:
 * **move**: one arrow; one slot of one rank is copied to, or reduced into, one slot of one rank.
 * **run**: moves of neighboring slots between the same two ranks, written as one.
 * **message**: the moves of a round with the same two ends, which travel together.
-* **round**: a set of moves. *All reads happen before all writes*; several reductions into one slot are
-  applied in the order in which they are listed.
+* **round**: a set of moves. *All reads happen before all writes*. The values that are reduced into one slot are
+  combined along one tree (`reduction_tree`), in the order of the ranks that they come from; the slot's own
+  value comes from its rank, or from where it was copied in this round.
 * **schedule**: a sequence of rounds, for all ranks at once.
 
 Because each arrow is one line, with both its ends, a send without a receive cannot be written down and no
@@ -188,7 +189,7 @@ def arriving(world: int, count: int, arrivals: Arrivals, period: int = 0) -> Rou
     Args:
         world: number of ranks.
         count: number of rounds.
-        arrivals: ``(round, rank) -> moves that end on that rank``, in the order in which they apply.
+        arrivals: ``(round, rank) -> moves that end on that rank``, in the order in which they are listed.
         period: the rounds repeat themselves after so many ranks (see `Pattern`; default 0: they do not).
 
     Returns:

@@ -15,9 +15,8 @@ Few ranks represent all. Where a round repeats itself from rank to rank (`schedu
 as those of the first: nothing in the rules above depends on a host's number. So the same clock runs with one host's
 ranks only, rank ``r`` read as ``r % period``, and finds the same times to the last bit. Without hosts that is one
 rank. A round that does not repeat itself, or whose ranks begin it at different times, is run for all ranks: about 10
-microseconds and 500 bytes of events a message. So 16,384 ranks take seconds, but for direct all_reduce and
-scatter_all_gather, where every rank receives from every rank and no two at the same times: 268 million messages (10
-seconds are enough for 700 and 900 ranks).
+microseconds and 500 bytes of events a message. So 16,384 ranks take seconds, but for scatter_all_gather, where every
+rank receives from every rank and no two at the same times: 268 million messages (10 seconds are enough for 900 ranks).
 
 Do not add here: effects that `network.Network` has no number for.
 """

@@ -1,8 +1,8 @@
 """Binomial tree and pipelined chain: a tensor spreads from a root, or collects there.
 
 **Tree**: in every step, each rank that has the tensor sends it to one that does not. The number of ranks that have
-it doubles, so ``ceil(log2 n)`` steps reach all of them: the least possible. Trees are written for root 0 and shifted;
-reduce is broadcast reversed and gather is scatter reversed.
+it doubles, so ``ceil(log2 n)`` steps reach all of them: the least possible. Trees are written for root 0 and shifted,
+but for that of reduce; gather is scatter reversed.
 
 broadcast, reduce: steps ``ceil(log2 n)``, bytes on the longest path ``ceil(log2 n) m``.
 scatter, gather: steps ``ceil(log2 n)``, bytes ``(n - 1)/n m`` at the root: both are optimal.
@@ -10,7 +10,8 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication o
 
 **Chain** (`chain_broadcast`, ...): each rank passes the tensor on to the next, which is slow until the tensor is cut
 into pieces. Then all links work at the same time, and a long tensor takes the time of sending it once, for any number
-of ranks. With ``s`` pieces: steps ``n - 2 + s``, time ``(n - 2 + s)(a + m/s b)``. Source: van de Geijn, "On global
+of ranks. With ``s`` pieces: steps ``n - 2 + s``, time ``(n - 2 + s)(a + m/s b)``. A chain adds rank after rank, which
+from 3 ranks on is not the `reduction_tree`, so it runs only where it is asked for. Source: van de Geijn, "On global
 combine operations", 1994; pipelining as in Träff, Ripke, Rougier 2008.
 
 Do not add here: algorithms without a root.
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchdist_ref.schedules.compose import each, renamed, reversed_, rooted, segmented, then
+from torchdist_ref.schedules.compose import each, on_ranks, renamed, reversed_, rooted, segmented, then
 from torchdist_ref.schedules.direct import DATA, SIGNAL
+from torchdist_ref.schedules.reduction_tree import core_ranks, core_size, fold
 from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
 CHAIN_PIECES = 8
@@ -47,8 +49,21 @@ def broadcast(world: int, root: int = 0) -> Schedule:
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
-    """Reverse the broadcast: each rank sends its partial result to the rank it would have received from."""
-    return reversed_(broadcast(world, root), reduce=True, name="tree reduce")
+    """Combine neighbors in pairs, then pairs, then fours; in each step half of the ranks send what they have.
+
+    The shape is that of a broadcast reversed. But a root is not shifted to: that would combine other ranks first. Rank
+    ``i`` plays the rank whose bits differ from the root's where its own do, which leaves the `reduction_tree` as it is.
+    """
+    core, ranks = core_size(world), core_ranks(world, root)
+    end = ranks.index(root)
+
+    def arrivals(step: int, rank: int) -> list[Move]:
+        distance = 1 << step
+        receives = (rank ^ end) % (2 * distance) == 0
+        return [carry(rank ^ distance, rank, DATA, reduce=True)] if receives else []
+
+    inner = Schedule("pairs", core, arriving(core, steps(core), arrivals))
+    return then(fold(world, 1, root), on_ranks(inner, ranks, world), name="tree reduce")
 
 
 def all_reduce(world: int) -> Schedule:

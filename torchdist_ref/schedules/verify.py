@@ -17,7 +17,9 @@ A symbol is an expression: contributions of ranks, combined in some order. Three
   - *clobber*: in one round a slot is replaced after it was already written (so the same copy twice, too);
   - *repeat*: a move that carries a signal is listed twice in one round;
   - *result*: a slot does not have the value of the operation's `contract` at the end;
-  - *replicas*: it does, but combined in another order than on another rank.
+  - *replicas*: it does, but combined in another order than on another rank;
+  - *tree*: it does, but not combined along the `reduction_tree`. Only this rule does not make a schedule wrong:
+    `violations` and `verify` check it where ``tree`` is given, and `choose` picks no schedule that breaks it.
 
 Do not add here: anything numeric. The tests have an executor with numbers, to check this one.
 """
@@ -31,6 +33,7 @@ from dataclasses import dataclass
 from torchdist_ref.calls import IN_PLACE
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules.contract import Contract, Contribution, contract
+from torchdist_ref.schedules.reduction_tree import combined
 from torchdist_ref.schedules.schedule import Move, Round, Schedule, Slot, slot_name
 
 MAX_SHOWN = 8
@@ -116,13 +119,14 @@ class Symbols:
 State = dict[tuple[int, Slot], int]
 
 
-def violations(schedule: Schedule, op: str, root: int = 0) -> Iterator[Violation]:
+def violations(schedule: Schedule, op: str, root: int = 0, *, tree: bool = False) -> Iterator[Violation]:
     """Find the errors of a schedule for an operation.
 
     Args:
         schedule: to check.
         op: operation that it should do, such as ``"all_reduce"``.
         root: for rooted operations (default 0).
+        tree: whether each result must be combined along the `reduction_tree` (default False).
 
     Returns:
         An iterator over violations; empty for a correct schedule.
@@ -142,16 +146,18 @@ def violations(schedule: Schedule, op: str, root: int = 0) -> Iterator[Violation
         if op in IN_PLACE:
             yield from _sizes(moves, number, schedule.chunks)
         yield from _round(moves, number, schedule.world, writable, state, symbols)
-    yield from _results(promise, schedule.world, state, symbols)
+    yield from _results(promise, schedule.world, state, symbols, tree)
 
 
-def verify(schedule: Schedule, op: str, root: int = 0) -> None:
+def verify(schedule: Schedule, op: str, root: int = 0, *, tree: bool = False) -> None:
     """Prove that a schedule keeps the contract of an operation, with the same bits on all replicas.
 
     Args:
         schedule: to check, for any world size (64 ranks take a few milliseconds to a few tenths of a second).
         op: operation that it should do, such as ``"all_reduce"``.
         root: for rooted operations (default 0).
+        tree: prove also that each result is combined along the `reduction_tree`, so that it has the same bits by any
+            other schedule of which that was proved (default False).
 
     Raises:
         ArgumentError: it does not; the message names rule, rank, slot, and the values expected and found.
@@ -166,7 +172,7 @@ def verify(schedule: Schedule, op: str, root: int = 0) -> None:
     half is not an all_reduce of 2 ranks:
       result: rank 0, data[0], at the end: expected 0.data[0] + 1.data[0], got 0.data[0]
     """
-    found = list(violations(schedule, op, root))
+    found = list(violations(schedule, op, root, tree=tree))
     if found:
         lines = [f"  {violation}" for violation in found[:MAX_SHOWN]]
         more = [f"  and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
@@ -185,15 +191,24 @@ def _sizes(moves: Round, number: int, chunks: int) -> Iterator[Violation]:
 def _round(
     moves: Round, number: int, world: int, writable: set[tuple[int, Slot]], state: State, symbols: Symbols
 ) -> Iterator[Violation]:
-    """Run one round: all reads from the old state, then all writes to the new one, in listed order."""
+    """Run one round: all reads from the old state, then all writes to the new one."""
     read = [state.get((m.src, m.read)) for m in moves]
-    written: set[tuple[int, Slot]] = set()
+    # The values that are combined in each slot that changes, each with the rank that it comes from.
+    values: dict[tuple[int, Slot], list[tuple[int, int]]] = {}
     for move, value in zip(moves, read, strict=True):
         target = (move.dst, move.write)
-        yield from _broken_rules(move, value, number, world, target in writable, target in written, target in state)
+        written, holds = target in values, target in values or target in state
+        yield from _broken_rules(move, value, number, world, target in writable, written, holds)
+        if not move.reduce:
+            values[target] = []
+        elif not written:
+            values[target] = [(move.dst, state[target])] if target in state else []
         if value is not None:
-            state[target] = symbols.combine(state[target], value) if move.reduce and target in state else value
-        written.add(target)
+            values[target].append((move.src, value))
+    for target, found in values.items():
+        if found:
+            in_order = (value for _, value in sorted(found, key=lambda each: each[0]))
+            state[target] = combined(in_order, symbols.combine)
 
 
 def _broken_rules(
@@ -211,7 +226,7 @@ def _broken_rules(
         yield Violation("clobber", move.dst, move.write, "one replacement, before all reductions", str(move), number)
 
 
-def _results(promise: Contract, world: int, state: State, symbols: Symbols) -> Iterator[Violation]:
+def _results(promise: Contract, world: int, state: State, symbols: Symbols, tree: bool) -> Iterator[Violation]:
     masks: dict[tuple[Contribution, ...], int] = {}
     first: dict[Slot, int] = {}
     for rank in range(world):
@@ -223,6 +238,8 @@ def _results(promise: Contract, world: int, state: State, symbols: Symbols) -> I
                 yield Violation("result", rank, slot, _sum(wanted), symbols.show(got))
             elif promise.replicated and first.setdefault(slot, got) != got:
                 yield Violation("replicas", rank, slot, "the order of the ranks before", "another order of the same")
+            elif tree and got != combined(map(symbols.leaf, wanted), symbols.combine):
+                yield Violation("tree", rank, slot, "the order of the reduction tree", "another order of the same")
 
 
 def _notified(schedule: Schedule) -> Iterator[Violation]:

@@ -31,8 +31,9 @@ from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.backends.ref import contiguous
 from torchdist_ref.backends.ref.handshake import Handshake
-from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, with_sizes
+from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, operands_of, with_sizes
 from torchdist_ref.calls import Number
+from torchdist_ref.schedules.reduction_tree import combined
 from torchdist_ref.schedules.schedule import Move, Slot
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.transports.link import Link
@@ -144,20 +145,16 @@ def _window_of(plan: Plan, tensors: Sequence[Tensor], scratch: dict[Slot, Tensor
 def reduce(
     target: Tensor, moves: Sequence[Move], sources: Sequence[Tensor], reduction: Reduction | None, divisor: int
 ) -> None:
-    """Copy or reduce the sources of moves into the slot in which they end, in the order of the schedule.
+    """Copy or reduce the sources of moves into the slot in which they end (`plan.operands_of`).
 
     Sums of 16-bit floats are computed in float32, divided there if `divisor` is not 0, and rounded once. A float16 sum
     can overflow where the average does not.
     """
-    reduces = sum(move.reduce for move in moves)
-    wide = target.dtype in WIDENED and (reduces > 1 or (reduces and divisor))
-    total = target.float() if wide else target
-    for move, source in zip(moves, sources, strict=True):
-        if move.reduce and reduction is not None:
-            reduction.into(total, source.to(total.dtype))
-        else:
-            total.copy_(source)
-    if divisor and reduces:
-        reductions.divide(total, divisor)
-    if wide:
-        target.copy_(total)
+    operands = [target if source is None else sources[source] for source in operands_of(moves)]
+    if reduction is None or len(operands) == 1:
+        target.copy_(operands[0])
+        return
+    if target.dtype in WIDENED and (len(operands) > 2 or divisor):
+        operands = [operand.float() for operand in operands]
+    total = combined(operands, reduction.of_two)
+    target.copy_(reductions.divide(total, divisor) if divisor else total)

@@ -48,7 +48,7 @@ from torchdist_ref.backends.ref.plan import (
     executor_name,
     with_sizes,
 )
-from torchdist_ref.backends.ref.steps import Operand, Part, Step, StepMaker
+from torchdist_ref.backends.ref.steps import Operand, Part, Scratch, Step, StepMaker
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, memory_of_ranks, registered_path
 from torchdist_ref.calls import Number
 from torchdist_ref.schedules.schedule import Move, Slot
@@ -89,6 +89,7 @@ class FastExecutor:
 
     def __init__(self, link: Link) -> None:
         self._link, self._handshake, self.ring = link, Handshake(link), RingBuffer(link)
+        self._scratch = Scratch()
         self._exchanges: dict[tuple[torch.dtype, Pairs], Run] = {}
 
     # Of zero-copy calls, which many programs never make.
@@ -153,8 +154,8 @@ class FastExecutor:
         if plan.on_host:
             # A call that fits an eager buffer is staged: it is over before zero-copy could save anything.
             eager = plan.most_staged * plan.stride <= EAGER_BYTES
-            return None if eager else registered_path(plan, self._neighbors)
-        return device_path(plan, self._device_buffers)
+            return None if eager else registered_path(plan, self._neighbors, self._scratch)
+        return device_path(plan, self._device_buffers, self._scratch)
 
     def compile_staged(self, plan: Plan, repeated: bool = True) -> Run:
         """Return a function that runs a plan through staging buffers: write, signal, wait, compare, reduce, release.
@@ -166,7 +167,8 @@ class FastExecutor:
             repeated: Whether calls of this kind are probably repeated, so that more is compiled now. Default True.
         """
         wait, operation, ring, handshake = self._link.acquire, plan.text, self.ring, self._handshake
-        rounds, count, announced = StagedRounds(self._link, plan), len(plan.rounds), self._handshake.announced
+        rounds = StagedRounds(self._link, plan, self._scratch)
+        count, announced = len(plan.rounds), self._handshake.announced
         windows = [(begin, rounds.by_location(begin, repeated)) for begin in plan.windows]
         nbytes = rounds.nbytes
 
@@ -371,12 +373,12 @@ class StagedRounds:
         nbytes: Bytes of the ring that each round takes in every staging buffer; 0 if it uses an eager buffer.
     """
 
-    def __init__(self, link: Link, plan: Plan) -> None:
+    def __init__(self, link: Link, plan: Plan, partial_results: Scratch) -> None:
         self.link, self.plan = link, plan
         self.nbytes = ring_bytes(plan.most_staged * plan.stride if plan.carries_data else 0)
         scratch = [slot for slot in plan.slots if slot[0] == "tmp"]
         self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in scratch}
-        self._maker = StepMaker(plan)
+        self._maker = StepMaker(plan, partial_results)
         # With one round nobody needs to release: a rank that announces its next call has read this one's data, and the
         # next call is written elsewhere.
         self._flow_control = plan.carries_data and max(len(plan.rounds), len(plan.windows)) > 1

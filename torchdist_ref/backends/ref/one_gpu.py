@@ -29,7 +29,7 @@ from torch import Tensor
 from torchdist_ref.backends.ref.contiguous import settle
 from torchdist_ref.backends.ref.handshake import SomeUnregisteredError
 from torchdist_ref.backends.ref.plan import ALIGNMENT, Plan, with_schedule
-from torchdist_ref.backends.ref.steps import Part, Step, StepMaker, Tensors
+from torchdist_ref.backends.ref.steps import Part, Scratch, Step, StepMaker, Tensors
 from torchdist_ref.backends.ref.zero_copy import Phases, ZeroCopyPath
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Slot
@@ -50,9 +50,10 @@ _FIELD_BYTES_PER_RANK = 2048
 _TEXT_BYTES = 512
 
 
-def device_path(plan: Plan, buffers: DeviceBuffers) -> DevicePath:
+def device_path(plan: Plan, buffers: DeviceBuffers, scratch: Scratch) -> DevicePath:
     """Return how a call runs on tensors of devices where all ranks have the same device."""
-    return DevicePath(with_schedule(plan, catalogue.build(plan.op, "direct", plan.schedule.world, plan.root)), buffers)
+    schedule = catalogue.build(plan.op, "direct", plan.schedule.world, plan.root)
+    return DevicePath(with_schedule(plan, schedule), buffers, scratch)
 
 
 class DevicePath(ZeroCopyPath):
@@ -61,13 +62,14 @@ class DevicePath(ZeroCopyPath):
     Args:
         plan: The call.
         buffers: The ranks' staging buffers.
+        scratch: Memory for partial results.
     """
 
     mark = DEVICE_MEMORY
 
-    def __init__(self, plan: Plan, buffers: DeviceBuffers) -> None:
+    def __init__(self, plan: Plan, buffers: DeviceBuffers, scratch: Scratch) -> None:
         super().__init__()
-        self.plan, self._buffers = plan, buffers
+        self.plan, self._buffers, self._scratch = plan, buffers, scratch
         # A window is in one half of the buffer while the window before it is read in the other.
         self.half = buffers.nbytes // 2
         self.capacity = self.half // plan.most_staged // ALIGNMENT * ALIGNMENT
@@ -85,7 +87,7 @@ class DevicePath(ZeroCopyPath):
     def compile(self, locations: bytes) -> Phases:
         """See `ZeroCopyPath.compile`. Phase n writes window n and reads window n - 1."""
         plan, slots = self.plan, DeviceSlots(self, self._buffers.found[locations])
-        maker, begins = StepMaker(plan, on_device=True), range(0, plan.sizes.largest, self.window)
+        maker, begins = StepMaker(plan, self._scratch, on_device=True), range(0, plan.sizes.largest, self.window)
         moves = plan.moves_into(0)
         phases: list[list[Step]] = [[] for _ in range(len(begins) + 1)]
         for number, begin in enumerate(begins):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.operands import RowBlocks, operand_kind, refuse_unsupported
-from torchdist_ref.backends.reductions import QUANTIZED, reduction
+from torchdist_ref.backends.reductions import QUANTIZED, WIDENED, reduction
 from torchdist_ref.calls import IN_PLACE, Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.recorder import Operands
@@ -307,6 +307,22 @@ def arrivals_by_slot(moves: Iterable[Move]) -> Iterable[tuple[Slot, list[Move]]]
     return found.items()
 
 
+def operands_of(moves: Sequence[Move]) -> list[int | None]:
+    """Return what is combined in a slot in one round: indices of the moves that end there, and None for its own value.
+
+    They are in the order of the ranks that they come from, along which the `reduction_tree` combines them. The last
+    copy replaces all that arrives before it.
+
+    >>> slot = ("data", 0)
+    >>> operands_of([Move(3, 1, slot, slot, True), Move(0, 1, slot, slot, True)])
+    [1, None, 0]
+    """
+    last = max((i for i, move in enumerate(moves) if not move.reduce), default=-1)
+    found: list[tuple[int, int | None]] = [(moves[0].dst, None)] if last < 0 else []
+    found += [(moves[i].src, i) for i in range(max(0, last), len(moves))]
+    return [operand for _, operand in sorted(found, key=lambda each: each[0])]
+
+
 class IndexedRound(NamedTuple):
     """Moves of one round, found by rank.
 
@@ -453,7 +469,8 @@ class Planner:
         uneven = getattr(call, "uneven", False)
         kind = str(dtype).removeprefix("torch.")
         # Ranks learn the sizes of an uneven exchange in the course of the call.
-        schedule, chosen = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2 and not uneven)
+        even = len(blocks) < 2 and not uneven
+        schedule, chosen = self._schedule(call, sum(blocks) * dtype.itemsize, even, dtype in WIDENED)
         text = f"{call}{chosen} of {kind}" if uneven else signature(f"{call}{chosen}", kind, shapes)
         name = getattr(call, "reduction", None)
         if name is not None:
@@ -481,10 +498,11 @@ class Planner:
         shapes = [tuple(t.shape) for t in (inputs if op in _BLOCKS_IN_INPUTS else outputs)]
         return shapes[:1] if len(set(shapes)) == 1 else shapes
 
-    def _schedule(self, call: Call, nbytes: int, even: bool) -> tuple[Schedule, str]:
+    def _schedule(self, call: Call, nbytes: int, even: bool, rounded: bool) -> tuple[Schedule, str]:
         """Return the schedule, and the user's choice of it as text: other ranks may have made another one."""
         world, hosts = self._link.size, self._link.hosts
-        algorithm = self._forced.get(call.op) or catalogue.choose(call.op, world, nbytes, hosts=hosts)
+        algorithm = self._forced.get(call.op)
+        algorithm = algorithm or catalogue.choose(call.op, world, nbytes, hosts=hosts, rounded=rounded)
         # Other algorithms keep blocks of several ranks in scratch of one size.
         if not even:
             algorithm = "direct"

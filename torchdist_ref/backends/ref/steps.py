@@ -12,7 +12,7 @@ torch's collectives. Do not add waits: steps know no peer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import WIDENED, Reduction
-from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.backends.ref.plan import Plan, operands_of
+from torchdist_ref.schedules.reduction_tree import combined
 from torchdist_ref.schedules.schedule import Move, Slot
 from torchdist_ref.transports.segment import memmove_for
 
@@ -70,6 +71,46 @@ class Views(dict[int, Tensor]):
         return view
 
 
+class Scratch:
+    """Memory for partial results. All plans of a group share it, since one call runs at a time."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, torch.device, bool], Tensor] = {}
+
+    def part(self, depth: int, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Return so many elements where another tensor is; those of different depths are apart."""
+        nbytes, key = count * dtype.itemsize, (depth, like.device, like.is_cpu)
+        found = self._memory.get(key)
+        if found is None or found.numel() < nbytes:
+            # A power of two: few different ones are made, and plans keep those that they use.
+            found = self._memory[key] = like.new_empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
+        return found[:nbytes].view(dtype)
+
+
+Tree = Any
+"""Operands by their indices: a pair of trees, or an index."""
+
+
+def _pair(a: Tree, b: Tree) -> Tree:
+    return (a, b)
+
+
+def _joining(tree: Tree, leaf: int) -> list[Tree]:
+    """Return what is combined with a leaf on its way to the root of a tree.
+
+    >>> _joining(((0, 1), (2, 3)), 2)
+    [3, (0, 1)]
+    """
+    if isinstance(tree, int):
+        return []
+    a, b = tree
+    return [*_joining(a, leaf), b] if leaf in _leaves(a) else [*_joining(b, leaf), a]
+
+
+def _leaves(tree: Tree) -> list[int]:
+    return [tree] if isinstance(tree, int) else _leaves(tree[0]) + _leaves(tree[1])
+
+
 class Addresses(Protocol):
     """Strategy that finds slots: staged, in registered tensors, or in the memory of a device."""
 
@@ -91,13 +132,15 @@ class StepMaker:
 
     Args:
         plan: The call.
+        scratch: Memory for partial results.
         on_device: Whether operands are in the memory of a device, where the host cannot copy by address.
 
     Attributes:
         itemsize: Bytes of an element.
     """
 
-    def __init__(self, plan: Plan, on_device: bool = False) -> None:
+    def __init__(self, plan: Plan, scratch: Scratch, on_device: bool = False) -> None:
+        self._scratch = scratch
         self._dtype: torch.dtype = plan.dtype
         self.itemsize = plan.dtype.itemsize
         self._views: dict[int, Views] = {}
@@ -113,7 +156,7 @@ class StepMaker:
 
         Args:
             number: The round.
-            moves: Its moves that this rank makes; those that end in one slot apply in listed order.
+            moves: Its moves that this rank makes.
             addresses: Finds slots.
             begin: The window's first element in each slot.
         """
@@ -129,32 +172,61 @@ class StepMaker:
         self, target: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]
     ) -> Iterator[Step]:
         """Yield the steps of the moves that end in one slot."""
-        # The last copy overwrites all that arrives before it.
-        last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
-        moves, sources = moves[max(0, last) :], sources[max(0, last) :]
-        reduces = sum(m.reduce for m in moves)
-        if self._reduction is None or not reduces:
-            yield from (self.copy(target, source, count) for source in sources)
-        elif (reduces > 1 or self._divisor) and self._dtype in WIDENED:
-            start = [] if last >= 0 else [target]
-            yield self._widened(target, [*start, *sources], count, self._reduction)
+        if self._reduction is None or not any(m.reduce for m in moves):
+            # The last copy overwrites all that arrives before it.
+            yield self.copy(target, sources[-1], count)
+            return
+        order = operands_of(moves)
+        operands = [target if index is None else sources[index] for index in order]
+        if len(operands) == 1:
+            yield self.copy(target, operands[0], count)
+        elif (len(operands) > 2 or self._divisor) and self._dtype in WIDENED:
+            yield self._widened(target, operands, count, self._reduction)
         else:
-            yield from self._reduced(self._reduction, target, count, sources, afresh=last >= 0)
+            # A rank's own operand is read first: the caller may have passed one tensor as input and output.
+            own = (place for place, i in enumerate(order) if i is None or moves[i].src == moves[i].dst)
+            yield from self._reduced(self._reduction, target, operands, count, next(own, 0), in_place=None in order)
             if self._divisor:
                 yield self.divide(target, count, self._divisor)
 
     def _reduced(
-        self, reduction: Reduction, target: Operand, count: int, sources: Sequence[Operand], afresh: bool
+        self, reduction: Reduction, target: Operand, operands: Sequence[Operand], count: int, leaf: int, in_place: bool
     ) -> Iterator[Step]:
-        """Yield steps that reduce sources into the target, or if `afresh`, that replace it by their reduction."""
-        rest = sources
-        if afresh and self._copies_first:
-            yield self.copy(target, sources[0], count)
-            rest = sources[1:]
-        elif afresh:
-            yield self._combine(target, sources[0], sources[1], count, reduction)
-            rest = sources[2:]
-        yield from (self._reduce(target, source, count, reduction) for source in rest)
+        """Yield steps that combine operands along the tree, in the target.
+
+        The target takes the values on the path from one leaf of the tree to its root; if `in_place`, that leaf is its
+        own value. What joins the path is an operand, or is made in scratch memory before.
+        """
+        tree: Tree = combined(range(len(operands)), _pair)
+        for joins in _joining(tree, leaf):
+            other = yield from self._subtree(joins, operands, count, reduction)
+            if in_place:
+                yield self._reduce(target, other, count, reduction)
+            elif self._copies_first:
+                yield self.copy(target, operands[leaf], count)
+                yield self._reduce(target, other, count, reduction)
+            else:
+                yield self._combine(target, operands[leaf], other, count, reduction)
+            in_place = True
+
+    def _subtree(
+        self, tree: Tree, operands: Sequence[Operand], count: int, reduction: Reduction, depth: int = 0
+    ) -> Generator[Step, None, Operand]:
+        """Yield steps that combine some operands in scratch memory; return where the result will be."""
+        if isinstance(tree, int):
+            return operands[tree]
+        # The larger part first: it may use the same scratch memory as the result.
+        large, small = sorted(tree, key=lambda part: isinstance(part, int))
+        first = yield from self._subtree(large, operands, count, reduction, depth)
+        second = yield from self._subtree(small, operands, count, reduction, depth + 1)
+        # The memory of peers is known. If there are no peers, it is that of the host.
+        peers = next((each for each in operands if isinstance(each, Tensor)), torch.empty(0))
+        result = self._scratch.part(depth, count, self._dtype, peers)
+        if isinstance(large, int):
+            yield self._combine(result, first, second, count, reduction)
+        else:
+            yield self._reduce(result, second, count, reduction)
+        return result
 
     def copy(self, target: Operand, source: Operand, count: int) -> Step:
         """Return a step that copies the source to the target."""
@@ -189,6 +261,8 @@ class StepMaker:
     def _reduce(self, target: Operand, source: Operand, count: int, reduction: Reduction) -> Step:
         """Return a step that reduces the source into the target."""
         into = reduction.into
+        if isinstance(target, Tensor) and isinstance(source, Tensor):
+            return lambda tensors, begin: into(target, source)
         if isinstance(target, Part) and target.first == 0 and isinstance(source, Tensor) and not self._on_device:
             # As below, but two calls of functions shorter.
             index, views, itemsize = target.operand, self._views_of(count), self._dtype.itemsize
@@ -199,20 +273,32 @@ class StepMaker:
     def _combine(self, target: Operand, first: Operand, second: Operand, count: int, reduction: Reduction) -> Step:
         """Return a step that copies the first source and reduces the second into it, in one pass over memory."""
         together = reduction.combine
+        if isinstance(target, Tensor) and isinstance(first, Tensor) and isinstance(second, Tensor):
+            return lambda tensors, begin: together(first, second, out=target)
         to, one, two = (self._tensor(operand, count) for operand in (target, first, second))
         return lambda tensors, begin: together(one(tensors, begin), two(tensors, begin), out=to(tensors, begin))
 
-    def _widened(self, target: Operand, sources: Sequence[Operand], count: int, reduction: Reduction) -> Step:
+    def _widened(self, target: Operand, operands: Sequence[Operand], count: int, reduction: Reduction) -> Step:
         """Return a step that reduces 16-bit floats in float32, divides there for an average, and rounds once."""
-        to, of = self._tensor(target, count), [self._tensor(source, count) for source in sources]
-        by = self._divisor
+        to, by, into = self._tensor(target, count), self._divisor, reduction.into
+
+        def wide(of: Callable[[Tensors, int], Tensor]) -> Callable[[Tensors, int], Tensor]:
+            return lambda tensors, begin: of(tensors, begin).to(torch.float32)
+
+        def both(a: Callable[[Tensors, int], Tensor], b: Callable[[Tensors, int], Tensor]) -> Any:
+            def sum_of_both(tensors: Tensors, begin: int) -> Tensor:
+                total = a(tensors, begin)
+                into(total, b(tensors, begin))
+                return total
+
+            return sum_of_both
+
+        value = combined([wide(self._tensor(operand, count)) for operand in operands], both)
 
         def step(tensors: Tensors, begin: int) -> None:
-            total = of[0](tensors, begin).to(torch.float32)
-            for source in of[1:]:
-                reduction.into(total, source(tensors, begin).to(torch.float32))
+            total = value(tensors, begin)
             if by:
-                total.div_(by)
+                reductions.divide(total, by)
             to(tensors, begin).copy_(total)
 
         return step

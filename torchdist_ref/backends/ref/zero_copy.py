@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.ref.plan import Plan, with_schedule
-from torchdist_ref.backends.ref.steps import Part, Step, StepMaker
+from torchdist_ref.backends.ref.steps import Part, Scratch, Step, StepMaker
 from torchdist_ref.calls import IN_PLACE
 from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
@@ -88,7 +88,7 @@ def memory_of_ranks(link: Link) -> tuple[PeerMemory, ...]:
     return tuple(PeerMemory(row.pid) for row in link.rows)
 
 
-def registered_path(plan: Plan, neighbors: Sequence[PeerMemory]) -> RegisteredPath | None:
+def registered_path(plan: Plan, neighbors: Sequence[PeerMemory], scratch: Scratch) -> RegisteredPath | None:
     """Return how a call runs on registered tensors; None where staging is as good, or the only way."""
     op, world, blocks = plan.op, plan.schedule.world, plan.sizes.blocks
     if op not in SCHEDULES or len(blocks) > 1:
@@ -97,14 +97,15 @@ def registered_path(plan: Plan, neighbors: Sequence[PeerMemory]) -> RegisteredPa
     # Between its rounds and at its end every rank waits for every other one.
     worthwhile = MIN_BYTES * (world - 1) ** 2
     least = max(worthwhile, _one_round(world)) if op == "all_reduce" else worthwhile
-    return RegisteredPath(with_schedule(plan, SCHEDULES[op](world, plan.root)), neighbors) if nbytes > least else None
+    if nbytes <= least:
+        return None
+    return RegisteredPath(with_schedule(plan, SCHEDULES[op](world, plan.root)), neighbors, scratch)
 
 
 def _one_round(world: int) -> float:
-    """Return up to how many bytes an all_reduce remains one round of staging.
+    """Return up to how many bytes an all_reduce remains one round of staging, which is faster (measured).
 
-    Sums of more than two must not depend on where tensors are, and with one round they are added in another order.
-    Two ranks gain only where the tensors exceed a core's cache (measured), since here each sum moves between cores.
+    Two ranks gain only where the tensors exceed a core's cache, since here each sum moves between cores.
     """
     return MIB if world == 2 else ONE_ROUND_BYTES
 
@@ -115,13 +116,14 @@ class RegisteredPath(ZeroCopyPath):
     Args:
         plan: The call, with one of `SCHEDULES`.
         neighbors: The registered memory of every rank, including this one.
+        scratch: Memory for partial results.
     """
 
     mark = REGISTERED_MEMORY
 
-    def __init__(self, plan: Plan, neighbors: Sequence[PeerMemory]) -> None:
+    def __init__(self, plan: Plan, neighbors: Sequence[PeerMemory], scratch: Scratch) -> None:
         super().__init__()
-        self.plan, self._neighbors = plan, neighbors
+        self.plan, self._neighbors, self._scratch = plan, neighbors, scratch
         # Elements of a slot: a chunk of the one tensor, or a block of the list; and the number of slots peers access.
         self.stride = plan.sizes.largest
         self._slots = plan.schedule.world if plan.op in ("reduce_scatter", "all_to_all") else 1
@@ -163,7 +165,7 @@ class RegisteredPath(ZeroCopyPath):
         """
         there = zip(self._neighbors, MemoryHandle.unpack_all(locations), strict=True)
         tensors = [neighbor.view(place, self.plan.dtype, self.elements) for neighbor, place in there]
-        rounds, maker = self.plan.schedule.rounds, StepMaker(self.plan)
+        rounds, maker = self.plan.schedule.rounds, StepMaker(self.plan, self._scratch)
         window = max(1, WINDOW_BYTES // self.plan.dtype.itemsize)
         slots, windows = RegisteredSlots(self, tensors, window), range(0, self.stride, window)
         phases: list[list[Step]] = [[] for _ in range(len(windows) + 1 if len(rounds) > 1 else 1)]
