@@ -6,14 +6,17 @@ error, in each of 100 runs; the right program must give the right number in 100 
 
 from __future__ import annotations
 
+import functools
 import mmap
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import torchdist_ref as dist
 from tests.on_sim import on_sim
-from torchdist_ref.testing import simulated_device
+from torchdist_ref.testing import run, simulated_device
 
 RIGHT, RUNS = 3.0, 100
 sim = "sim"
@@ -116,6 +119,32 @@ def barrier_of_a_device(waits: bool) -> float:
     return host.mean().item()
 
 
+def reduced_on_a_side_stream(rank: int, waits: bool) -> float:
+    """Reduce, on a side stream, a tensor that the current stream still computes."""
+    tensor, side = torch.ones(64, device=f"sim:{rank}").mul_(rank + 1), torch.Stream(f"sim:{rank}")
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        dist.all_reduce(tensor)
+    torch.accelerator.synchronize()
+    return tensor.mean().item()
+
+
+def reduced_asynchronously(rank: int, waits: bool) -> float:
+    """Read the result of an asynchronous reduction: threads of the host decide when it is there without a wait."""
+    tensor = torch.ones(64, device=f"sim:{rank}").mul_(rank + 1)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    if waits:
+        work.wait()
+    host = tensor.to("cpu", non_blocking=True)
+    torch.accelerator.current_stream().synchronize()
+    work.wait()
+    torch.accelerator.synchronize()
+    return host.mean().item()
+
+
+COLLECTIVE = [reduced_on_a_side_stream, reduced_asynchronously]
 PROGRAMS = [
     collective_on_a_side_stream,
     result_on_the_host,
@@ -149,6 +178,41 @@ def test_the_right_program_is_right_in_each_run_and_order(program: Callable[[boo
     for delay in ("late", "none", *range(RUNS)):
         with simulated_device.delay(delay):
             assert outcome(program, waits=True) == RIGHT, delay
+
+
+def on_ranks(program: Callable[[int, bool], float], waits: bool, times: int) -> list[float]:
+    """Return the results of both ranks of a program that runs so many times."""
+
+    def repeated(rank: int) -> list[float]:
+        torch.accelerator.set_device_index(rank)
+        return [program(rank, waits) for _ in range(times)]
+
+    return functools.reduce(operator.iadd, run(repeated, 2), [])
+
+
+@on_sim
+def test_a_collective_on_a_side_stream_without_an_event_is_wrong_in_each_run() -> None:
+    assert RIGHT not in on_ranks(reduced_on_a_side_stream, waits=False, times=RUNS)
+
+
+@pytest.mark.parametrize("program", COLLECTIVE)
+@on_sim
+def test_a_collective_that_is_waited_for_is_right_in_each_run_and_order(program: Callable[[int, bool], float]) -> None:
+    assert on_ranks(program, waits=True, times=RUNS) == [RIGHT] * 2 * RUNS
+    for delay in ("none", *range(5)):
+        with simulated_device.delay(delay):
+            assert on_ranks(program, waits=True, times=5) == [RIGHT] * 10, delay
+
+
+@on_sim
+def test_a_block_restores_the_delay_before_it() -> None:
+    with simulated_device.delay("none"):
+        with simulated_device.delay(7):
+            pass
+        torch.ones(4, device="sim")
+        assert torch.ops.simulated_device.pending(0) == 0
+    torch.ones(4, device="sim")
+    assert torch.ops.simulated_device.pending(0) > 0
 
 
 @on_sim
