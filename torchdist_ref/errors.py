@@ -56,6 +56,8 @@ _LIMITS = {
     errno.EFBIG: "A limit on the size of files is reached, which holds for shared memory too: raise it (ulimit -f).",
 }
 """Advice on the system errors of this process alone, which do not follow from the end of another rank."""
+_NAMES_LIMIT = "names_limit"
+"""Attribute of errors that `at_limit` has made."""
 _NO_THREAD = "can't start new thread"
 _NO_THREAD_ADVICE = "No thread can be started: raise the limit on processes (ulimit -u), on memory, or the container's."
 _E = TypeVar("_E", bound=BaseException)
@@ -115,9 +117,14 @@ class _QueueSlot(_Root):
 
 
 class DistError(_Indexed, _ErrorSlot):
-    """Failure of communication between ranks."""
+    """Failure of communication between ranks.
+
+    Attributes:
+        operation: The operation that failed and the rank, if the text begins with them.
+    """
 
     definite = False
+    operation = ""
 
 
 class ReportedFailure(Protocol):
@@ -298,6 +305,21 @@ def in_context(text: str, error: BaseException) -> DistError:
     return made
 
 
+def of_operation(place: str, error: DistError) -> DistError:
+    """Return an error of communication whose text begins with the operation that failed; see `DistError.operation`.
+
+    Args:
+        place: The operation and the rank.
+        error: The error, which names no operation yet.
+
+    >>> of_operation("new_group on rank 1", DistNetworkError("the server is gone"))
+    DistNetworkError('new_group on rank 1: the server is gone')
+    """
+    made = in_context(f"{place}: {text_of(error)}", error)
+    made.operation = place
+    return made
+
+
 def adopt_torch() -> None:
     """Make torch's exception types base classes of ours. Called once by modules that import torch."""
     import torch.distributed as theirs
@@ -356,14 +378,29 @@ def at_limit(operation: str, error: BaseException) -> BaseException | None:
     >>> print(at_limit("new_group on rank 1", OSError(errno.EMFILE, "")))
     [Errno 24] new_group on rank 1: Too many open files. This process has no free file descriptor: raise its limit...
     """
-    if not (advice := advice_on_limit(error)) or advice in text_of(error):
+    if not (advice := lacking_advice(error)):
         return None
+    made: MemoryError | RuntimeError | OSError
     if isinstance(error, MemoryError):
-        return MemoryError(f"{operation}: out of memory. {advice}")
-    if isinstance(error, RuntimeError):
-        return RuntimeError(f"{_NO_THREAD} in {operation}. {advice}")
-    number = getattr(error, "errno", 0)
-    return OSError(number, f"{operation}: {os.strerror(number)}. {advice}")
+        made = MemoryError(f"{operation}: out of memory. {advice}")
+    elif isinstance(error, RuntimeError):
+        made = RuntimeError(f"{_NO_THREAD} in {operation}. {advice}")
+    else:
+        number = getattr(error, "errno", 0)
+        made = OSError(number, f"{operation}: {os.strerror(number)}. {advice}")
+    vars(made)[_NAMES_LIMIT] = True
+    return made
+
+
+def lacking_advice(error: BaseException) -> str:
+    """Return `advice_on_limit` unless `at_limit` has made the error, whose text has the advice.
+
+    >>> lacking_advice(MemoryError())
+    'No memory is free, or a limit on it is reached (ulimit -v, or that of the container).'
+    >>> lacking_advice(at_limit("new_group on rank 1", MemoryError()))
+    ''
+    """
+    return "" if getattr(error, _NAMES_LIMIT, False) else advice_on_limit(error)
 
 
 def rank_names(ranks: Iterable[int], members: Sequence[int] | None = None) -> str:

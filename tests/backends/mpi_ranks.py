@@ -105,7 +105,7 @@ def faults(rank: int, size: int) -> None:
     if rank == 0:
         broken.backend.abort("out of memory")
     else:
-        expect(dist.GroupAbortedError, "rank 0 aborted: out of memory", lambda: dist.barrier(broken))
+        expect(dist.GroupAbortedError, "rank 0 failed: out of memory", lambda: dist.barrier(broken))
     dist.barrier()
 
 

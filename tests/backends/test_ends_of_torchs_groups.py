@@ -85,18 +85,18 @@ def test_ranks_that_abort_a_group_and_keep_it_may_create_others_with_its_members
     looks, looked = os.pipe()
 
     def new_group(rank: int, backend: Any) -> Any:
-        find = backend.departure
+        find = backend.failure
 
         def look(*arguments: Any) -> BaseException | None:
             os.write(looked, b".")
             return find(*arguments)  # type: ignore[no-any-return]
 
         if rank == 0:
-            backend.departure = look
+            backend.failure = look
         if rank == CULPRIT:
             assert all(os.read(looks, 1) for _ in range(2))
         made = c10d.new_group()
-        backend.departure = find
+        backend.failure = find
         return made
 
     def program(rank: int) -> None:

@@ -19,6 +19,7 @@ from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.groups.world import current
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.stores import HashStore, PrefixStore
@@ -170,18 +171,19 @@ def test_a_rank_that_ends_after_its_part_of_a_new_group_fails_no_other(end: str)
     """Rank 1 has the group, and leaves its parent or ends. Rank 0 still waits for rank 2."""
     store, done, looks = ComesLast(), threading.Event(), []
 
-    def found(ranks: Sequence[int], _: str) -> BaseException | None:
-        return dist.GroupAbortedError("rank 1 ended") if done.is_set() and 1 in ranks else None
+    def found(ranks: Sequence[int], _: str, wait: Wait) -> BaseException | None:
+        ended = done.is_set() and 1 in ranks and (end == "death" or wait is Wait.PART)
+        return dist.GroupAbortedError("rank 1 ended") if ended else None
 
-    def look(ranks: Sequence[int], operation: str) -> BaseException | None:
-        """Find a death; after two looks since rank 1 has ended, rank 2 goes on."""
+    def look(ranks: Sequence[int], operation: str, wait: Wait) -> BaseException | None:
+        """Look for the end; after two looks since rank 1 has ended, rank 2 goes on."""
         looks.append(done.is_set())
         if sum(looks) > 1:
             store.release.set()
-        return found(ranks, operation) if end == "death" else None
+        return found(ranks, operation, wait)
 
     def make(rank: int) -> str:
-        watch = MemberWatch(PrefixStore("g", store), rank, (0, 1, 2), "new_group", look if rank == 0 else found, found)
+        watch = MemberWatch(PrefixStore("g", store), rank, (0, 1, 2), "new_group", look if rank == 0 else found)
         if rank == 2:
             watch = MemberWatch(PrefixStore("g", store), rank, (0, 1, 2), "new_group")
         backend = Gloo(Membership(watch.store, rank, (0, 1, 2), "g", 20.0, watch=watch))
@@ -197,10 +199,10 @@ def test_a_rank_that_ends_after_its_part_of_a_new_group_fails_no_other(end: str)
 def test_a_backend_that_connects_later_does_not_need_members_in_the_parent_group() -> None:
     """NCCL, and Gloo with ``TORCH_GLOO_LAZY_INIT``, read the store at the first call."""
 
-    def left(ranks: Sequence[int], _: str) -> BaseException | None:
-        return dist.GroupAbortedError("rank 1 left the parent group")
+    def left(ranks: Sequence[int], _: str, wait: Wait) -> BaseException | None:
+        return dist.GroupAbortedError("rank 1 left the parent group") if wait is Wait.PART else None
 
-    watch = MemberWatch(PrefixStore("g", HashStore()), 0, (0,), "split_group", find_departure=left)
+    watch = MemberWatch(PrefixStore("g", HashStore()), 0, (0,), "split_group", left)
     Gloo(Membership(watch.store, 0, (0,), "g", 20.0, watch=watch)).close()
     with pytest.raises(dist.DistStoreError, match="wait timeout after 50ms"):
         watch.store.wait(["address of rank 1"], timedelta(seconds=0.05))

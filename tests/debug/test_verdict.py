@@ -318,8 +318,7 @@ def test_a_rank_that_raised_is_named_before_those_that_it_aborted(
 ) -> None:
     found = recorded(raises, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("raised", (2,))
-    assert found.sentence.startswith("Rank 2 raised RuntimeError: ")
-    assert found.sentence.endswith(f" at {line_of(raises, '# the cause')}.")
+    assert found.sentence.startswith(f"Rank 2 raised at {line_of(raises, '# the cause')}: RuntimeError: ")
 
 
 def test_a_rank_that_comes_after_the_time_out_is_late(
@@ -339,14 +338,22 @@ def test_a_late_rank_that_waited_in_vain_itself_is_not_among_those_before_it() -
     assert found.sentence.endswith(": 3 s after rank 0, whose time-out had passed.")
 
 
-def test_the_verdict_is_one_sentence_though_an_error_has_several() -> None:
+def test_an_error_is_quoted_in_one_line_after_the_place() -> None:
     """Once the place followed the last sentence of an error, as if it belonged to that."""
-    error = "MismatchError: rank 1 gives 2.5 elements, and rank 0 expects 1. Nothing was written."
+    error = "MismatchError: rank 1 gives 2.5 elements,\nand rank 0 expects 1. Nothing was written"
     frames = (("step", "/home/me/train.py", 4),)
     found = find_verdict(Dumps({0: RankDump(0, "rank0", (), error=error, error_frames=frames)}))
     assert found.sentence == (
-        "Rank 0 raised MismatchError: rank 1 gives 2.5 elements, and rank 0 expects 1 at train.py:4 in step."
+        "Rank 0 raised at train.py:4 in step: MismatchError: rank 1 gives 2.5 elements, and rank 0 expects 1. Nothing "
+        "was written."
     )
+
+
+def test_a_long_error_is_cut_at_a_word() -> None:
+    """No test of its text decides where: it may be a user's, or another version's."""
+    dump = RankDump(0, "rank0", (), error="ValueError: " + "word " * 100)
+    expected = "Rank 0 raised: ValueError:" + " word" * 57
+    assert find_verdict(Dumps({0: dump})).sentence == f"{expected} …"
 
 
 def test_the_verdict_on_a_wrong_type_says_which_type() -> None:
@@ -355,8 +362,8 @@ def test_the_verdict_on_a_wrong_type_says_which_type() -> None:
     frames = (("step", "/home/me/train.py", 4),)
     found = find_verdict(Dumps({0: RankDump(0, "rank0", (), error=error, error_frames=frames)}))
     assert found.sentence == (
-        "Rank 0 raised ArgumentTypeError: all_reduce: Invalid function argument. Expected parameter `tensor` of type "
-        "torch.Tensor but got <class 'list'> instead at train.py:4 in step."
+        "Rank 0 raised at train.py:4 in step: ArgumentTypeError: all_reduce: Invalid function argument. Expected "
+        "parameter `tensor` of type torch.Tensor but got <class 'list'> instead."
     )
 
 
@@ -643,8 +650,8 @@ def test_a_rank_that_raised_and_left_no_dump_is_named_with_its_exception(
     found = recorded(raises_without_a_dump, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("raised", (1,))
     assert found.sentence == (
-        "Rank 1 aborted: its program ended with KeyError: 'my bug'. Rank 0 failed in barrier() of group 'world' at "
-        f"{line_of(raises_without_a_dump, '# where it fails')}."
+        "Rank 1 aborted, and rank 0 failed in barrier() of group 'world' at "
+        f"{line_of(raises_without_a_dump, '# where it fails')}: its program ended with KeyError: 'my bug'."
     )
 
 

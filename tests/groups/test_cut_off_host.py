@@ -32,7 +32,7 @@ def relay() -> Iterator[LossyRelay]:
 
 
 def barrier(store: TCPStore) -> None:
-    run_monitored_barrier(PrefixStore("group", store), 1, (4, 6), SHORT, "world", lambda: None)
+    run_monitored_barrier(PrefixStore("group", store), 1, (4, 6), SHORT, "world", lambda *_: None)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before_the_barrier", "in_the_barrier"])

@@ -16,6 +16,7 @@ import torch.distributed as theirs
 import torchdist_ref as dist
 from tests.waits import begin_together
 from torchdist_ref.debug.monitored import run_monitored_barrier
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.stores import HashStore, PrefixStore
 from torchdist_ref.stores.sealed import SealedStore
 from torchdist_ref.testing import fill, run
@@ -121,13 +122,15 @@ def test_a_rank_that_has_arrived_may_leave() -> None:
     store, asked = PrefixStore("group", HashStore()), []
     store.set("monitored/1/1", "")
 
-    def departure(ranks: Sequence[int]) -> BaseException | None:
+    def left(ranks: Sequence[int], _: str, wait: Wait) -> BaseException | None:
+        if wait is not Wait.PART:
+            return None
         asked.append(list(ranks))
         if len(asked) == 2:
             store.set("monitored/1/2", "")
         return dist.GroupAbortedError("rank 1 left") if 1 in ranks else None
 
-    run_monitored_barrier(store, 0, (0, 1, 2), timedelta(seconds=20), "world", lambda: None, departure)
+    run_monitored_barrier(store, 0, (0, 1, 2), timedelta(seconds=20), "world", left)
     assert asked == [[1, 2], [2]]
 
 
@@ -167,7 +170,7 @@ def test_only_keys_of_the_last_barrier_remain_in_the_store() -> None:
 def barrier_alone(whole: HashStore) -> None:
     """Call the barrier as rank 0 of two ranks, the other one of which does not come."""
     store = PrefixStore("group", SealedStore(whole, KEY))
-    run_monitored_barrier(store, 0, (0, 1), timedelta(milliseconds=30), "world", lambda: None)
+    run_monitored_barrier(store, 0, (0, 1), timedelta(milliseconds=30), "world", lambda *_: None)
 
 
 def test_a_counter_that_anybody_may_increment_lets_no_rank_pass() -> None:
@@ -191,7 +194,7 @@ def test_a_key_that_no_member_wrote_is_no_arrival_at_the_end() -> None:
     whole.set("sealed/group/monitored/1/0", "")
     store = PrefixStore("group", SealedStore(whole, KEY))
     with pytest.raises(dist.AuthenticationError, match="was not written by a member of this job"):
-        run_monitored_barrier(store, 1, (0, 1), timedelta(milliseconds=30), "world", lambda: None)
+        run_monitored_barrier(store, 1, (0, 1), timedelta(milliseconds=30), "world", lambda *_: None)
 
 
 def test_the_verdict_of_a_former_round_lets_no_rank_pass() -> None:
@@ -199,7 +202,7 @@ def test_the_verdict_of_a_former_round_lets_no_rank_pass() -> None:
     stores = [PrefixStore("group", SealedStore(whole, KEY)) for _ in range(2)]
 
     def barrier(rank: int, seconds: float) -> None:
-        run_monitored_barrier(stores[rank], rank, (0, 1), timedelta(seconds=seconds), "world", lambda: None)
+        run_monitored_barrier(stores[rank], rank, (0, 1), timedelta(seconds=seconds), "world", lambda *_: None)
 
     other = threading.Thread(target=barrier, args=(1, 10))
     other.start()
@@ -216,7 +219,7 @@ def test_a_rank_that_has_passed_needs_the_store_no_more() -> None:
         def delete_key(self, key: str | bytes) -> bool:
             raise dist.DistNetworkError("the server is gone")
 
-    run_monitored_barrier(Ending(), 0, (0,), SHORT, "world", lambda: None)
+    run_monitored_barrier(Ending(), 0, (0,), SHORT, "world", lambda *_: None)
 
 
 class Gone(HashStore):
@@ -227,13 +230,13 @@ class Gone(HashStore):
 
 
 def test_a_rank_that_ended_with_the_store_is_named() -> None:
-    failures = iter([None, dist.RankDiedError("rank 4 died").naming([4])])
+    failures = iter([None, None, dist.RankDiedError("rank 4 died").naming([4])])
     with pytest.raises(dist.RankDiedError) as caught:
-        run_monitored_barrier(Gone(), 1, (4, 5), SHORT, "world", lambda: next(failures))
+        run_monitored_barrier(Gone(), 1, (4, 5), SHORT, "world", lambda *_: next(failures))
     assert "[Rank 5]: Rank 4 failed to pass monitoredBarrier (group 'world'). rank 4 died" in str(caught.value)
     assert caught.value.ranks == (4,)
     with pytest.raises(dist.DistNetworkError, match="the server is gone"):
-        run_monitored_barrier(Gone(), 1, (4, 5), SHORT, "world", lambda: None)
+        run_monitored_barrier(Gone(), 1, (4, 5), SHORT, "world", lambda *_: None)
 
 
 @pytest.mark.parametrize(

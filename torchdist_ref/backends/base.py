@@ -29,6 +29,7 @@ from torch import Tensor
 
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, DestroyedGroupError, explain, message_of, on_rank
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import PrefixStore, Store
@@ -116,27 +117,20 @@ class Backend(ABC):
             stacklevel=2,
         )
 
-    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+    def failure(self, ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
         """Return the error for the first of some group ranks known to have failed, or None.
 
         Args:
             ranks: The ranks that the caller waits for by other means than this backend's calls.
             description: The operation that waits, for the error's message.
+            wait: Kind of the wait. A rank that has left the group counts as well if it has yet to do its part
+                (`Wait.PART`).
         """
         return None
 
-    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """Return the error for the first of some group ranks known to have closed the group, or None.
-
-        Args:
-            ranks: The ranks that the caller waits for by other means, and that have yet to do their part.
-            description: The operation that waits, for the error's message.
-        """
-        return None
-
-    def end_soon(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """Return `failure` or `departure` of the ranks once one is known, or None after a moment."""
-        return found_soon(lambda: self.failure(ranks, description) or self.departure(ranks, description))
+    def failure_soon(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for ranks that have failed or left once one is known, or None after a moment."""
+        return found_soon(lambda: self.failure(ranks, description, Wait.PART))
 
     def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """Return a new, empty store in place of the group's, which has ended with the rank that served it.
@@ -259,7 +253,7 @@ class BackendWrapper(Backend):
     broken = property(lambda self: self.wrapped.broken)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
     successor_store, announce_exit, end_calls = map(_forwarded, ("successor_store", "announce_exit", "end_calls"))
-    departure, leave, explain_leave = map(_forwarded, ("departure", "leave", "explain_leave"))
+    leave, explain_leave = map(_forwarded, ("leave", "explain_leave"))
     set_timeout, implementation = map(_forwarded, ("set_timeout", "implementation"))
 
 

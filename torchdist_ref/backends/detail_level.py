@@ -27,6 +27,7 @@ from torchdist_ref.calls import AllToAll, Call, Recv, Send, signature
 from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks, warn_of_autograd
 from torchdist_ref.debug.levels import DebugLevel
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.membership.watch import unwatched
 from torchdist_ref.recorder import FRAMES, Entry, alike
 from torchdist_ref.stores.prefix import WatchedStore
@@ -132,7 +133,7 @@ class CheckedBackend(BackendWrapper):
 
         def end() -> BaseException | None:
             missing, name = absent(), f"call {number}, {call.op}"
-            return self.wrapped.failure(missing, name) or self.wrapped.departure(missing, name)
+            return self.wrapped.failure(missing, name, Wait.PART)
 
         def absent() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]

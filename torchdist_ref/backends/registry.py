@@ -24,6 +24,7 @@ from torch import Tensor
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, UsageError, explain, on_rank
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.torch_internals import accelerators, torch_private
 from torchdist_ref.transports import all_on_one_host
@@ -337,13 +338,10 @@ class ByDevice(Backend):
         """See `Backend.empty`."""
         return self.backends.get("cpu", self._first).empty(size, dtype)
 
-    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+    def failure(self, ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
         """See `Backend.failure`."""
-        return next(filter(None, (backend.failure(ranks, description) for backend in self.backends.values())), None)
-
-    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """See `Backend.departure`."""
-        return next(filter(None, (backend.departure(ranks, description) for backend in self.backends.values())), None)
+        found = (backend.failure(ranks, description, wait) for backend in self.backends.values())
+        return next(filter(None, found), None)
 
     def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """See `Backend.successor_store`."""

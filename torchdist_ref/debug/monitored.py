@@ -27,6 +27,7 @@ from torchdist_ref.errors import (
     RankStalledError,
     StoreTimeoutError,
 )
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.membership.events import Failure, Value, failure_of
 from torchdist_ref.membership.words import error_of
 from torchdist_ref.stores.base import Store, limit_requests
@@ -35,6 +36,7 @@ from torchdist_ref.timeouts import Deadline, found_soon
 
 _rounds: WeakKeyDictionary[Store, Counter[int]] = WeakKeyDictionary()
 """Rounds so far by the store of a group and the rank; ranks that are threads may share a store."""
+_OPERATION = "monitored_barrier"
 
 
 def run_monitored_barrier(
@@ -43,8 +45,7 @@ def run_monitored_barrier(
     members: tuple[int, ...],
     timeout: timedelta,
     name: str,
-    failure: Callable[[], BaseException | None],
-    departure: Callable[[Sequence[int]], BaseException | None] = lambda ranks: None,
+    find_failure: Callable[[Sequence[int], str, Wait], BaseException | None],
 ) -> None:
     """Wait until all members of a group have called this.
 
@@ -54,8 +55,7 @@ def run_monitored_barrier(
         members: Global ranks of all members.
         timeout: Time to wait for the others.
         name: Name of the group, for errors.
-        failure: Function that returns the error of a member that has failed, or None.
-        departure: Function that returns the error of those of some group ranks that have left the group, or None.
+        find_failure: Function that finds members that have failed or left: `Backend.failure`.
 
     Raises:
         RankStalledError: Ranks did not arrive in time; the message names all of them, on every rank that arrived.
@@ -70,10 +70,13 @@ def run_monitored_barrier(
     others = [other for other in range(len(members)) if other != rank]
 
     def end() -> BaseException | None:
-        if (found := failure()) is not None or departure(others) is None:
+        if (found := find_failure(others, _OPERATION, Wait.ELSEWHERE)) is not None:
             return found
+        if find_failure(others, _OPERATION, Wait.PART) is None:
+            return None
         # A rank that has arrived may leave.
-        return departure([other for other in others if not plain.check([f"{number}/{other}"])])
+        absent = [other for other in others if not plain.check([f"{number}/{other}"])]
+        return find_failure(absent, _OPERATION, Wait.PART)
 
     store = WatchedStore("monitored", store, end)
     with limit_requests(timeout.total_seconds()) as deadline:
@@ -91,7 +94,7 @@ def run_monitored_barrier(
             found = end()
             if found is None and verdict.failure is not None:
                 # The rank that has written the verdict has seen it a little earlier.
-                found = error_of(verdict.failure, "monitored_barrier", members)
+                found = error_of(verdict.failure, _OPERATION, members)
             raise _missing_error([*verdict.absent], rank, members, timeout, name, found)
         _delete_round(store, number - 1, rank)
 

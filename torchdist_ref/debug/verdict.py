@@ -11,13 +11,13 @@ Do not add ways to read dumps here: they belong to `dumps`.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
 from signal import SIGABRT
+from textwrap import shorten
 
 from torchdist_ref.debug.call_sites import frame_text, user_frames
 from torchdist_ref.debug.dumps import GLOO_ABORTS, Dumps, Event, GroupCalls, RankDump
@@ -29,6 +29,8 @@ Number = tuple[int, int]
 
 MAX_NAMED = 64
 """Ranks that a sentence lists."""
+MAX_QUOTED = 300
+"""Characters of an error that a sentence quotes."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _first_raised(candidates: Iterable[RankDump]) -> Verdict | None:
     if not own:
         return None
     dump = min(own, key=lambda dump: dump.time_ns)
-    return Verdict("raised", (dump.rank,), f"Rank {dump.rank} raised {_short(dump.error)}{_at(dump)}.")
+    return Verdict("raised", (dump.rank,), f"Rank {dump.rank} raised{_at(dump)}: {_quoted(dump.error)}")
 
 
 def _failed_because_of_another(dump: RankDump) -> bool:
@@ -268,11 +270,10 @@ def _failed_because_of_another(dump: RankDump) -> bool:
     return dump.cause is not None or any(event.failure is not None for group in dump.groups for event in group.events)
 
 
-def _short(text: str, most: int = 300) -> str:
-    """Return the first sentence of an error, with the lines that continue it."""
-    # Of torch's two sentences on a wrong type, only the second one says what is wrong.
-    line = " ".join(re.split(r"\n(?! )|(?<!function argument)\. (?=[A-Z])", text)[0].split()).rstrip(".")
-    return line if len(line) <= most else f"{line[:most]}…"
+def _quoted(text: str) -> str:
+    """Return the text of an error in one line that ends as a sentence, cut at a word if it is long."""
+    line = shorten(text, MAX_QUOTED, placeholder=" …")
+    return line if line.endswith((".", "…")) else f"{line}."
 
 
 def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
@@ -333,7 +334,7 @@ def _abort(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     culprit, reason = failure.ranks[0], reason_of(failure)
     number = None if event.is_message else event.number
     where = _call_text(event, group.name) + _at(dumps.ranks[witness], event)
-    sentence = f"Rank {culprit} aborted: {_short(reason)}. Rank {witness} failed in {where}."
+    sentence = f"Rank {culprit} aborted, and rank {witness} failed in {where}: {_quoted(reason)}"
     return Verdict("raised", (culprit,), sentence, group.name, number)
 
 
@@ -345,7 +346,7 @@ def _failed(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     first = min(failed, key=lambda dump: dump.time_ns)
     sentence = f"{_capital(_ranks(dump.rank for dump in failed))} failed, rank {first.rank} first"
     ranks = first.failure.ranks if first.failure else ()
-    return Verdict("failed", ranks, f"{sentence}: {_short(first.error)}{_at(first)}.")
+    return Verdict("failed", ranks, f"{sentence}{_at(first)}: {_quoted(first.error)}")
 
 
 # ---- waits

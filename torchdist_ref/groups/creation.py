@@ -30,9 +30,8 @@ from torchdist_ref.errors import (
     UsageError,
     at_limit,
     explain,
-    in_context,
+    of_operation,
     on_rank,
-    text_of,
 )
 from torchdist_ref.groups.registration import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
@@ -508,21 +507,20 @@ def store_failure_explained(parent: ProcessGroup, operation: str) -> Iterator[No
         raise
     except DistNetworkError as error:
         others = [rank for rank in range(parent.size()) if rank != parent.rank()]
-        if (ended := parent.backend.end_soon(others, operation)) is not None:
+        if (ended := parent.backend.failure_soon(others, operation)) is not None:
             raise ended from error
-        if operation in (text := text_of(error)):
+        if error.operation:
             raise
-        raise in_context(f"{operation} on rank {parent.members[parent.rank()]}: {text}", error) from error
+        raise of_operation(f"{operation} on rank {parent.members[parent.rank()]}", error) from error
 
 
 def watch_members(store: PrefixStore, parent: ProcessGroup, members: Sequence[int], operation: str) -> MemberWatch:
     """Return a watch over some members of a group, who meet on this store; `members` are global ranks."""
     in_parent = [parent.members.index(member) for member in members]
-
-    def find_failure(ranks: Sequence[int], description: str) -> BaseException | None:
-        return parent.backend.failure([in_parent[rank] for rank in ranks], description)
-
-    def find_departure(ranks: Sequence[int], description: str) -> BaseException | None:
-        return parent.backend.departure([in_parent[rank] for rank in ranks], description)
-
-    return MemberWatch(store, in_parent.index(parent.rank()), members, operation, find_failure, find_departure)
+    return MemberWatch(
+        store,
+        in_parent.index(parent.rank()),
+        members,
+        operation,
+        lambda ranks, description, wait: parent.backend.failure([in_parent[r] for r in ranks], description, wait),
+    )

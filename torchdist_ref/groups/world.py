@@ -179,7 +179,6 @@ class ProcessGroup(CallsFromTorch):
             wait_all_ranks: Accepted for compatibility with torch.
         """
         refuse_unusable(self, "monitored_barrier")
-        others = [rank for rank in range(self.size()) if rank != self._rank]
         with current().recorded("monitored_barrier", "", self.members, self):
             run_monitored_barrier(
                 self.store,
@@ -187,8 +186,7 @@ class ProcessGroup(CallsFromTorch):
                 self.members,
                 timeout or timedelta(seconds=self.timeout),
                 self.group_desc,
-                lambda: self.backend.failure(others, "monitored_barrier"),
-                lambda ranks: self.backend.departure(ranks, "monitored_barrier"),
+                self.backend.failure,
             )
 
     def _backend_names(self) -> Mapping[str, str]:

@@ -59,7 +59,7 @@ class GroupEvents:
     >>> from torchdist_ref.stores import HashStore, PrefixStore
     >>> shared = PrefixStore("group/1", HashStore())
     >>> GroupEvents(shared, 1, [0, 4]).publish_leave()
-    >>> GroupEvents(shared, 0, [0, 4]).left([1], "monitored_barrier")
+    >>> GroupEvents(shared, 0, [0, 4]).known([1], "monitored_barrier", Wait.PART)
     GroupAbortedError('monitored_barrier: rank 1 (global 4) destroyed the group')
     >>> GroupEvents(shared, 1, [0, 4]).publish(Published(4, text="its program ended with ValueError: no data"))
     >>> GroupEvents(shared, 0, [0, 4]).find("barrier")
@@ -91,6 +91,10 @@ class GroupEvents:
             use_briefly(lambda: self._publish_failure(event))
         if not event.continues:
             self._explain(event)
+
+    def abort(self, reason: str) -> None:
+        """Publish that this rank aborts the group, and why."""
+        self.publish(Published(self._members[self._rank], text=reason))
 
     def explain_leave(self, after: str) -> None:
         """Set the failure after which this rank leaves, in words. The first explanation counts."""
@@ -133,25 +137,26 @@ class GroupEvents:
         self.met = self.met or error
         return error
 
-    def known(self, ranks: Sequence[int], operation: str) -> DistBackendError | None:
+    def published_failure(self, operation: str) -> DistBackendError | None:
+        """Return the error for the member that has published a failure, or None. It takes one request.
+
+        Args:
+            operation: Beginning of the message.
+        """
+        return self._error(blame(self._published(), self._members, Wait.FAILED_CALL), operation)
+
+    def known(self, ranks: Sequence[int], operation: str, wait: Wait) -> DistBackendError | None:
         """Return the error for the first of some group ranks that is known to have failed, or None.
 
         Args:
-            ranks: Ranks that have yet to do their part: another one may have ended after its own.
+            ranks: Ranks for which this one waits by other means than the backend.
             operation: Beginning of the message.
+            wait: `Wait.ELSEWHERE`, or `Wait.PART` if a rank that has left the group ends the wait too.
         """
-        return self._error(self._failure_of(ranks, Wait.ELSEWHERE), operation)
-
-    def left(self, ranks: Sequence[int], operation: str) -> DistBackendError | None:
-        """Return the error for those of some group ranks that have left, or None.
-
-        A rank may leave when it has done its part, so that alone ends no wait: see `Backend.departure`.
-
-        Args:
-            ranks: Ranks that have yet to do their part.
-            operation: Beginning of the message.
-        """
-        return self._error(blame(self._leaves(), self._global(ranks), Wait.PART), operation)
+        failure = self._failure_of(ranks, wait)
+        if failure is None and wait is Wait.PART:
+            failure = blame(self._leaves(), self._global(ranks), wait)
+        return self._error(failure, operation)
 
     def _error(self, failure: Failure | None, operation: str) -> DistBackendError | None:
         error = failure and error_of(failure, operation, self._members)

@@ -19,8 +19,7 @@ from torchdist_ref.errors import (
     DistNetworkError,
     UsageError,
     explain,
-    in_context,
-    text_of,
+    of_operation,
 )
 from torchdist_ref.membership.meeting import OPERATION, Meeting
 from torchdist_ref.rendezvous import rendezvous
@@ -71,7 +70,7 @@ def _meet_at_rank_0(url: str, found: tuple[Store, int, int], timeout: timedelta,
             if meeting.store_is_new:
                 # The server of the last world has its round, so this one was that of this world's rank 0.
                 _close_store(store)
-                raise in_context(f"{OPERATION} on rank {rank}: {text_of(error)}", error) from error
+                raise of_operation(f"{OPERATION} on rank {rank}", error) from error
             # It ended just now.
             if deadline.passed():
                 raise

@@ -151,7 +151,7 @@ class Meeting:
             part = self.store = self._part(self._new_round())
             for key, value in exchange.published.items():
                 part.set(key, value)
-            yield MemberWatch(part, rank, self._members, self._operation, lambda ranks, description: None)
+            yield MemberWatch(part, rank, self._members, self._operation)
             return
         deadline = Deadline(seconds)
         while True:
@@ -178,9 +178,15 @@ class Meeting:
         # What rank 0 finds out about the others it publishes. An old round has old announcements.
         others = range(1, seat.size) if seat.rank == 0 else range(1)
         presence = Presence(part, seat.rank, seat.size, others, seat.nonce, backend)
-        find = partial(self._failure, opened, presence)
-        absent = partial(self._absent, opened)
-        watch = MemberWatch(part, seat.rank, self._members, self._operation, find, find_absent=absent)
+        watch = MemberWatch(
+            part,
+            seat.rank,
+            self._members,
+            self._operation,
+            # No member can leave a group that does not exist yet.
+            lambda ranks, description, wait: self._failure(opened, presence, ranks, description),
+            find_absent=partial(self._absent, opened),
+        )
         with closing(presence):
             yield watch, presence
             watch.withdraw("" if self._outlives_worlds else _left(seat.rank))

@@ -22,9 +22,8 @@ from torchdist_ref.errors import (
     DistNetworkError,
     UnsupportedError,
     at_limit,
-    in_context,
+    of_operation,
     rank_names,
-    text_of,
 )
 from torchdist_ref.membership import events
 from torchdist_ref.membership.blame import Wait, blame
@@ -37,11 +36,11 @@ log = logging.getLogger("torchdist_ref.groups")
 _FAILURE_KEY = "failure"
 
 
-FindFailure = Callable[[Sequence[int], str], BaseException | None]
-"""Function of group ranks and a description that returns the error for the first of them known to have ended."""
+FindFailure = Callable[[Sequence[int], str, Wait], BaseException | None]
+"""Function of ranks in the meeting, the operation and the kind of its wait, such as `Backend.failure`."""
 
 
-def _no_failure(ranks: Sequence[int], description: str) -> BaseException | None:
+def _no_failure(ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
     return None
 
 
@@ -53,8 +52,8 @@ class MemberWatch:
         rank: This rank in the group.
         members: Global ranks of all members.
         operation: The operation, for messages.
-        find_failure: Function that finds ended processes among the members.
-        find_departure: Function that finds members that have left a group of theirs, and so cannot do their part.
+        find_failure: Function that finds members that have ended, or that have left a group of theirs and so cannot
+            do their part.
         find_absent: Function that finds members that have not come yet, for the log; None where that is not known.
 
     Attributes:
@@ -80,12 +79,10 @@ class MemberWatch:
         members: Sequence[int],
         operation: str,
         find_failure: FindFailure = _no_failure,
-        find_departure: FindFailure = _no_failure,
         find_absent: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._rank, self._members = rank, tuple(members)
-        self._find_failure, self._find_departure = find_failure, find_departure
-        self._store = store
+        self._find_failure, self._store, self._is_complete = find_failure, store, False
         self._others = [other for other in range(len(self._members)) if other != rank]
         self.operation = operation
         self._place = f"{operation} on rank {self._members[rank]}"
@@ -105,7 +102,7 @@ class MemberWatch:
 
     def complete(self) -> None:
         """Allow members to leave from now on: the meeting is over. Those that end still end the waits of its store."""
-        self._find_departure = _no_failure
+        self._is_complete = True
 
     def failure(self, ranks: Sequence[int] | None = None) -> BaseException | None:
         """Return the error for the first failure of a member, or None.
@@ -116,14 +113,13 @@ class MemberWatch:
         concerned = self._others if ranks is None else ranks
         if self._wait.is_due():
             self._log_wait(concerned)
-        # Ranks that have raised the first failure may have ended since: what they published is the cause.
-        if (published := self._published()) is not None:
-            return published
-        failure = self._find_failure(concerned, self.operation)
-        if failure is None and ranks is None:
-            # A member that has done its part may leave. It waits for the same keys: none is missing then.
-            failure = self._find_departure(concerned, self.operation)
-        return None if failure is None else self._published() or failure
+        # Members that are named have yet to do their part in this wait, and may have done it in the meeting: one that
+        # has may leave. Without names, all wait for the same keys, of which none is missing then.
+        wait = Wait.ELSEWHERE if ranks is not None or self._is_complete else Wait.PART
+        ended = self._find_failure(concerned, self.operation, wait)
+        # A member publishes its failure before it ends, and others end because of that. So what is published is read
+        # after the ends, and counts before them.
+        return self._published() or ended
 
     def _log_wait(self, ranks: Sequence[int]) -> None:
         """Log for whom this rank has waited long: nothing else is seen until the time-out, half an hour by default."""
@@ -177,9 +173,8 @@ class MemberWatch:
         """Return the failure of a member that caused an error; else an error of the network with the operation."""
         if (failure := found_soon(self.failure)) is not None:
             return failure
-        if not isinstance(error, DistNetworkError) or self.operation in (text := text_of(error)):
-            return None
-        return in_context(f"{self._place}: {text}", error)
+        is_nameless = isinstance(error, DistNetworkError) and not error.operation
+        return of_operation(self._place, error) if is_nameless else None
 
     @contextmanager
     def interruption_published(self) -> Iterator[None]:

@@ -40,9 +40,8 @@ from torchdist_ref.errors import (
     RankStalledError,
     ReportedFailure,
     add_note,
-    advice_on_limit,
+    lacking_advice,
     rank_names,
-    text_of,
 )
 from torchdist_ref.membership import events, words
 from torchdist_ref.membership.blame import Wait, blame
@@ -273,15 +272,15 @@ class Link:
         needed = [rank for rank in self.peers if (self._is_needed(rank) if ranks is None else rank in ranks)]
         return self._blamed(needed, Wait.COLLECTIVE if ranks is None else Wait.MESSAGE, ended, description)
 
-    def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """Return the error for those of `ranks` whose processes have ended, or None. For waits on other channels."""
-        return self._blamed(ranks, Wait.ELSEWHERE, self.liveness.dead(), description)
+    def failure_elsewhere(self, ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
+        """Return the error that a wait on another channel has to report of some ranks, or None.
 
-    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """Return the error for those of `ranks` that have closed their ends of the group, or None."""
-        # Checking for deaths receives the news of other hosts.
-        self.liveness.dead()
-        return self._blamed(ranks, Wait.PART, (), description)
+        Args:
+            ranks: Ranks for which this one waits.
+            description: The operation that waits, for the message.
+            wait: `Wait.ELSEWHERE` or `Wait.PART`.
+        """
+        return self._blamed(ranks, wait, self.liveness.dead(), description)
 
     def _blamed(self, ranks: Sequence[int], wait: Wait, ended: Sequence[int], description: str) -> BaseException | None:
         """Return the error for the culprit among some ranks, as `blame` chooses it."""
@@ -405,9 +404,7 @@ class Link:
         if self.broken is not None:
             return
         self.broken = error
-        advice = advice_on_limit(error)
-        advice = "" if advice in text_of(error) else advice
-        if advice:
+        if advice := lacking_advice(error):
             add_note(error, advice)
         own = events.aborted(self.members[self.rank], error, description, advice)
         self.row.abort(events.encode(own, REASON_BYTES))

@@ -14,6 +14,7 @@ from datetime import timedelta
 from time import sleep
 
 from torchdist_ref.errors import RankStalledError
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.addresses import loopback_address
 from torchdist_ref.stores.sealed import innermost, sealed_below
@@ -72,8 +73,8 @@ def _await_address(link: Link, remaining: Sequence[int], deadline: Deadline) -> 
 
 def _failure(link: Link, remaining: Sequence[int], operation: str) -> BaseException | None:
     """Return the error for the death of a rank that was to go on, or for the leave of the one that serves; or None."""
-    if (left := link.departure(remaining[:1], operation)) is None:
-        return link.process_failure(remaining, operation)
+    if (left := link.failure_elsewhere(remaining[:1], operation, Wait.PART)) is None:
+        return link.failure_elsewhere(remaining, operation, Wait.ELSEWHERE)
     # It may have left because another one has died, of which news from another host may come later.
-    found_soon(lambda: link.process_failure(remaining[1:], operation))
-    return link.process_failure(remaining, operation) or left
+    found_soon(lambda: link.failure_elsewhere(remaining[1:], operation, Wait.ELSEWHERE))
+    return link.failure_elsewhere(remaining, operation, Wait.ELSEWHERE) or left

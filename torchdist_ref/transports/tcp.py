@@ -244,7 +244,7 @@ def connect_to(
         if watch is not None and (failure := watch.failure([peer])) is not None:
             raise failure from error
         raise DistNetworkError(
-            f"init_process_group on rank {rank}: rank {peer} cannot be reached at {address} port {port}: {error}. "
+            f"rank {peer} cannot be reached at {address} port {port}: {error}. "
             f"Set TORCHDIST_REF_SOCKET_IFNAME to the right interface on that host."
         ) from error
 

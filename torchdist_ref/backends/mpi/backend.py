@@ -1,8 +1,8 @@
 """Backend `mpi`: an MPI library through mpi4py; torch need not be rebuilt.
 
 A call is one `match` arm: a non-blocking MPI operation on the bytes of our tensors, polled until it completes (`work`).
-MPI reduces only its own types, so reductions have a table and use another type where it has none; all other calls
-move bytes. Every group has a communicator of its own, created by its members alone.
+MPI reduces only its own types (`operands`); all other calls move bytes. Every group has a communicator of its own,
+created by its members alone.
 
 ``mpiexec`` starts the ranks, and the ranks of a group exchange their MPI ranks through the group's store. MPI reports
 no error for dead ranks: ``mpiexec`` ends the others. Do not add algorithms: the MPI library chooses them.
@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.mpi.operands import counts, joined, operand, raw, split_into
 from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, RequestPoller, Started
 from torchdist_ref.backends.observers import dispatched, profiled
 from torchdist_ref.backends.operands import flat_operands, operands_of, refuse_unsupported
-from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.backends.worker_threads import CallbackThreads
 from torchdist_ref.calls import (
     AllGather,
@@ -45,8 +45,8 @@ from torchdist_ref.errors import (
     UnsupportedError,
     explain,
 )
+from torchdist_ref.membership.group_events import GroupEvents
 from torchdist_ref.recorder import END, Entry
-from torchdist_ref.stores import PrefixStore
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
@@ -85,8 +85,8 @@ class Mpi(Backend):
     def __init__(self, membership: Membership) -> None:
         self._membership = m = membership
         self._mpi = load()
-        self._store = PrefixStore("mpi", m.store)
         self._comm = self._connect()
+        self._events = GroupEvents(m.store, m.rank, m.members)
         self.recorder = m.recorder
         self._sequence = 0
         self._callbacks, self._poller = CallbackThreads(m.name), RequestPoller(m.name)
@@ -94,9 +94,8 @@ class Mpi(Backend):
     def _connect(self) -> Any:
         """Return a communicator of the members, in the order of the group; no other rank takes part."""
         m, world = self._membership, self._mpi.COMM_WORLD
-        self._store.set(f"rank/{m.rank}", f"{world.rank} {world.size}")
-        published = [value.decode().split() for value in self._store.multi_get([f"rank/{r}" for r in range(m.size)])]
-        ranks = [int(rank) for rank, _ in published]
+        m.store.set(f"mpi/{m.rank}", str(world.rank))
+        ranks = [int(value) for value in m.store.multi_get([f"mpi/{rank}" for rank in range(m.size)])]
         if len(set(ranks)) < m.size:
             raise DistBackendError(
                 f"init_process_group: group {m.name!r} has {m.size} ranks, and MPI knows {len(set(ranks))} of them "
@@ -176,14 +175,7 @@ class Mpi(Backend):
 
     def _failure(self) -> BaseException | None:
         """Return the error of a member that has aborted the group, if any."""
-        # Only a group that fails needs these.
-        from torchdist_ref.membership.blame import Wait, blame
-        from torchdist_ref.membership.events import decode
-        from torchdist_ref.membership.words import error_of
-
-        m, event = self._membership, decode(self._store.get_if_present("aborted") or b"")
-        found = None if event is None else blame([event], m.members, Wait.FAILED_CALL)
-        return None if found is None else error_of(found, self._location(), m.members)
+        return self._events.published_failure(self._location())
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: Tensors) -> Started:
         """Start a call's MPI operation."""
@@ -289,11 +281,8 @@ class Mpi(Backend):
             self._comm.Free()
 
     def abort(self, reason: str) -> None:
-        """See `Backend.abort`. Waiting members read the key from time to time."""
-        from torchdist_ref.membership.events import Aborted, encode
-
-        m = self._membership
-        self._store.set("aborted", encode(Aborted(m.members[m.rank], text=reason)))
+        """See `Backend.abort`. Waiting members look for the reason from time to time."""
+        self._events.abort(reason)
 
 
 def _row(outputs: Tensors) -> Tensor:
@@ -313,91 +302,3 @@ def _copy_row(outputs: Tensors, row: Tensor, divide: int = 0) -> Finish:
         split_into(row.div_(divide) if divide else row, outputs)
 
     return finish
-
-
-# The names of MPI's types and operations, as mpi4py has them.
-_TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint8: "UINT8_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-}
-_OPS = {
-    "sum": "SUM",
-    "premul_sum": "SUM",
-    "avg": "SUM",
-    "product": "PROD",
-    "min": "MIN",
-    "max": "MAX",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
-# Reductions of bool as reductions of the bytes 0 and 1.
-_BOOL_OPS = {"sum": "MAX", "product": "MIN"}
-
-
-class MpiOperand(NamedTuple):
-    """Numbers that MPI can reduce.
-
-    Attributes:
-        buffer: The numbers, in one row.
-        type: The name of their MPI type.
-        op: The name of the MPI operation.
-    """
-
-    buffer: Tensor
-    type: str
-    op: str
-
-    def spec(self, mpi: Any, buffer: Tensor | None = None) -> list[Any]:
-        """Return the operand, or another tensor of its type, for mpi4py."""
-        numbers = self.buffer if buffer is None else buffer
-        return [raw(numbers), numbers.numel(), getattr(mpi, self.type)]
-
-
-def operand(tensors: Sequence[Tensor], name: str, call: str) -> MpiOperand:
-    """Return copies of the tensors, one after the other, in a type that MPI can reduce.
-
-    Raises:
-        ArgumentError: The reduction is not defined for the dtype.
-        UnsupportedError: MPI has neither this reduction nor this dtype.
-    """
-    dtype = tensors[0].dtype
-    check(name, dtype, call)
-    mpi_dtype = torch.float32 if dtype in WIDENED else torch.uint8 if dtype is torch.bool else dtype
-    if mpi_dtype not in _TYPES:
-        raise UnsupportedError(f"{call}: MPI can't reduce {dtype}; use .float(), or backend 'ref'.")
-    op = _BOOL_OPS.get(name, _OPS[name]) if dtype is torch.bool else _OPS[name]
-    return MpiOperand(joined(tensors).to(mpi_dtype), _TYPES[mpi_dtype], op)
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the tensors in one row."""
-    rows = [tensor.reshape(-1) for tensor in tensors]
-    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def raw(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous tensor, as an array over its own memory."""
-    # A tensor of one element, or none, counts as contiguous with any stride.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-
-
-def counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of bytes of each tensor."""
-    return [tensor.nbytes for tensor in tensors]
-
-
-def split_into(row: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a row to the tensors that it holds, one after the other."""
-    for part, tensor in zip(row.view(-1).split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))

@@ -57,6 +57,7 @@ from torchdist_ref.work import Done, Work, interrupted_since
 
 if TYPE_CHECKING:
     from torchdist_ref.backends.ref.plan import Plan
+    from torchdist_ref.membership.blame import Wait
     from torchdist_ref.stores import PrefixStore, Store
 
 Tensors = Sequence[Tensor]
@@ -394,13 +395,9 @@ class Ref(Backend):
         """See `Backend.set_timeout`."""
         self.link.set_timeout(seconds)
 
-    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+    def failure(self, ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
         """See `Backend.failure`."""
-        return self.link.process_failure(ranks, description)
-
-    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """See `Backend.departure`."""
-        return self.link.departure(ranks, description)
+        return self.link.failure_elsewhere(ranks, description, wait)
 
     def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """See `Backend.successor_store`. The address is in the status table."""

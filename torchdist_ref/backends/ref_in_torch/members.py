@@ -17,6 +17,7 @@ import torch.distributed as c10d
 
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, RefProcessGroup
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.membership.meeting import Meeting
 from torchdist_ref.membership.presence import Presence
 from torchdist_ref.membership.trust import KeyAgreement
@@ -63,10 +64,8 @@ def _watch_in_world(
 ) -> MemberWatch:
     """Return a watch over the members of a new group, who may have ended or left before they called `new_group`."""
 
-    def find_failure(ranks: Sequence[int], description: str) -> BaseException | None:
-        return world.failure([members[each] for each in ranks], description) or presence.failure(ranks, description)
+    def find_failure(ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
+        found = world.failure([members[each] for each in ranks], description, wait)
+        return found or presence.failure(ranks, description)
 
-    def find_departure(ranks: Sequence[int], description: str) -> BaseException | None:
-        return world.departure([members[each] for each in ranks], description)
-
-    return MemberWatch(store, rank, members, operation, find_failure, find_departure)
+    return MemberWatch(store, rank, members, operation, find_failure)

@@ -875,7 +875,6 @@ class RefProcessGroup(CallsFromTorch):
         from torchdist_ref.recorder import StoreCall
 
         operation, rank = "monitored_barrier", self.rank()
-        others = [other for other in range(self.size()) if other != rank]
         with self.store_calls.recorded(
             StoreCall(operation, "", self.members), operation, self.members, rank, self.timeout
         ):
@@ -885,8 +884,7 @@ class RefProcessGroup(CallsFromTorch):
                 self.members,
                 timeout or timedelta(seconds=self.timeout),
                 self.group_desc,
-                lambda: self.backend.failure(others, operation),
-                lambda ranks: self.backend.departure(ranks, operation),
+                self.backend.failure,
             )
 
     def shutdown(self) -> None:

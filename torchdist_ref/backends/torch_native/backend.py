@@ -59,6 +59,7 @@ from torchdist_ref.work import Work, refuse_inherited
 
 if TYPE_CHECKING:
     from torchdist_ref.backends.worker_threads import CallbackRunner
+    from torchdist_ref.membership.blame import Wait
 
 Tensors = Sequence[Tensor]
 # Records the end of a call, and returns the error that the caller gets.
@@ -391,13 +392,9 @@ class TorchBackend(Backend):
             # A backend of another package, or of an older torch.
             super().set_timeout(seconds)
 
-    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+    def failure(self, ranks: Sequence[int], description: str, wait: Wait) -> BaseException | None:
         """See `Backend.failure`."""
-        return self._events.known(ranks, f"{description} {self._location()}")
-
-    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """See `Backend.departure`."""
-        return self._events.left(ranks, f"{description} {self._location()}")
+        return self._events.known(ranks, f"{description} {self._location()}", wait)
 
     @property
     def broken(self) -> BaseException | None:
@@ -436,7 +433,7 @@ class TorchBackend(Backend):
     def abort(self, reason: str) -> None:
         """See `Backend.abort`. The reason is published first, as in `close`; this rank has not left before that."""
         if self._backend is not None:
-            self._events.publish(Published(self._global_rank, text=reason))
+            self._events.abort(reason)
             self._backend.abort()
 
 
