@@ -660,7 +660,8 @@ def test_a_rank_that_is_missing_in_a_call_that_is_not_recorded_is_named(
 ) -> None:
     found = recorded(fails_outside, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("failed", (1,))
-    assert found.sentence.startswith("Rank 0 failed, rank 0 first: RankStalledError: get: rank 1 set")
+    where = line_of(fails_outside, "dump_failure(")
+    assert found.sentence.startswith(f"Rank 0 failed at {where}: RankStalledError: get: rank 1 set")
 
 
 # ---- calls that meet in the store

@@ -344,7 +344,8 @@ def _failed(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     if not failed:
         return None
     first = min(failed, key=lambda dump: dump.time_ns)
-    sentence = f"{_capital(_ranks(dump.rank for dump in failed))} failed, rank {first.rank} first"
+    order = f", rank {first.rank} first," if len(failed) > 1 else ""
+    sentence = f"{_capital(_ranks(dump.rank for dump in failed))} failed{order}"
     ranks = first.failure.ranks if first.failure else ()
     return Verdict("failed", ranks, f"{sentence}{_at(first)}: {_quoted(first.error)}")
 
