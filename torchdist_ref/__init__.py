@@ -124,7 +124,7 @@ if sys.platform != "linux":
 
     warnings.warn(
         f"torchdist_ref is tested on Linux only, and this is {sys.platform}: ranks that are threads work here, "
-        "backend 'ref' between processes does not.",
+        "backend 'ref' between processes and the server of TCPStore do not.",
         stacklevel=2,
     )
 _open_closed_streams()

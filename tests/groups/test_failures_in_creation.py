@@ -123,7 +123,7 @@ OPENING = {
     "after all have joined": "torchdist_ref.transports.segment.PeerProcesses",
     "in the backend": "torchdist_ref.backends.ref.backend.Ref._set_up",
     "in the debug level": "torchdist_ref.groups.world.include",
-    "in the registration with torch": "torchdist_ref.groups.registration.Registration.add",
+    "in the tables of torch": "torchdist_ref.groups.torch_tables.GroupsInTorch.add",
 }
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 
 import torchdist_ref as dist
 from tests.outcomes import NEVER
-from torchdist_ref.groups.registration import Registration
+from torchdist_ref.groups.torch_tables import GroupsInTorch
 from torchdist_ref.testing import fill, run
 
 
@@ -169,9 +169,9 @@ def test_a_mesh_of_torchs_returns_our_group() -> None:
 
 def test_threads_use_groups_that_torch_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once one thread looked through the groups in use while another added one, or both made a group of ours for it."""
-    make, made = Registration.make_counterpart, list[Any]()
+    make, made = GroupsInTorch.make_counterpart, list[Any]()
 
-    def recorded(self: Registration, group: Any) -> Any:
+    def recorded(self: GroupsInTorch, group: Any) -> Any:
         made.append(group)
         # The others come to the same group meanwhile.
         threading.Event().wait(0.002)
@@ -192,6 +192,6 @@ def test_threads_use_groups_that_torch_made_at_once(monkeypatch: pytest.MonkeyPa
             found = list(pool.map(use, [fill(thread, (2,)) for thread in range(3)]))
         return len(made), torch.stack(found).flatten().tolist()
 
-    monkeypatch.setattr(Registration, "make_counterpart", recorded)
+    monkeypatch.setattr(GroupsInTorch, "make_counterpart", recorded)
     expected = torch.stack([fill(thread, (2,)) for thread in range(3)]).flatten().tolist()
     assert run(program, 1, ranks="processes") == [(60, expected)]

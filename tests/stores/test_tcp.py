@@ -26,9 +26,8 @@ from tests.stores.store_model import machine
 from tests.torch_versions import needs_torch
 from torchdist_ref import timeouts
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
-from torchdist_ref.stores import TCPStore, addresses, sockets
+from torchdist_ref.stores import TCPStore, addresses
 from torchdist_ref.stores.tcp import client as client_module
-from torchdist_ref.stores.tcp import server as server_module
 from torchdist_ref.testing.store_contract import check_store
 
 HOST = "127.0.0.1"
@@ -72,16 +71,6 @@ class EmptiedStore:
 @pytest.mark.usefixtures("clients_with_long_timeouts")
 def test_store_contract() -> None:
     check_store(lambda: TCPStore(HOST, 0, is_master=True))
-
-
-@pytest.mark.usefixtures("clients_with_long_timeouts")
-def test_server_without_epoll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "poller", sockets.SelectorPoller)
-    check_store(lambda: TCPStore(HOST, 0, is_master=True))
-    store = TCPStore(HOST, 0, is_master=True)
-    store.set("large", bytes(range(256)) * 2**14)
-    assert store.get("large") == bytes(range(256)) * 2**14
-    store.close()
 
 
 def test_model_of_our_client_at_our_server(our_port: int) -> None:

@@ -375,7 +375,7 @@ def test_the_longest_idle_newcomer_gives_its_descriptor_and_others_turn_new_clie
 
 
 def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    poller, full = sockets.poller(), list[int]()
+    poller, full = select.epoll(), list[int]()
 
     class FullPoller:
         """Poller of a kernel that watches no further descriptor once it is full."""
@@ -387,7 +387,7 @@ def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.Monke
                 raise OSError(errno.ENOSPC, "no space")
             poller.register(fd, eventmask)
 
-    monkeypatch.setattr(server, "poller", FullPoller)
+    monkeypatch.setattr(select, "epoll", FullPoller)
     loop = server.ServerLoop([listen()])
     first = dial(loop)
     full.append(1)

@@ -156,7 +156,7 @@ class AgentConnections:
                 store, info, settings.rules, settings.secret, where, self._wake, self._log, welcome_seconds, local
             )
         except BaseException:
-            # A server of this process would keep its port for as long as a store of it is open.
+            # If this process serves the store, the server occupies its port until the last store object is closed.
             store.close()
             raise
         return self._session

@@ -47,7 +47,7 @@ def read_queue(
         except StoreTimeoutError:
             continue
         except MALFORMED:
-            # Once: a program that writes thousands must not have the agents' reports wait for lines of a log.
+            # Warn once: if a program pushes thousands of values, a log line for each would delay the agents' reports.
             if warning:
                 log.warning(warning)
             warning = ""
@@ -76,7 +76,8 @@ class Welcomes:
         text, _, code = hello.decode().partition(" ")
         nonce = bytes.fromhex(text).hex()
         is_of_job = same_code(code, hello_code(self._secret, nonce))
-        # An agent with another job token gets an answer too, by which it notices that, but when its turn comes.
+        # An agent with another job token learns from the answer that the tokens differ. It is answered once its hello
+        # is the first of the queue, so that a flood of such hellos does not delay agents of the job.
         if nonce in self._answered or not (is_first or is_of_job):
             return
         if self._warning and not is_of_job:

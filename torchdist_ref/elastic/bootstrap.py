@@ -41,7 +41,7 @@ logger = logging.getLogger("torchdist_ref.elastic")
 _CONNECTED_PREFIX = "_tcp_store/num_members"
 _COUNT, _LAST = "/num_members", "/last_member"
 _ARRIVED, _REPORTED = "/TRACE", "/TRACING_GATE"
-# A few names show where to look, and each name costs a wait.
+# The error lists only so many missing ranks: each one costs a wait.
 _MAX_MISSING_NAMED = 16
 
 
@@ -373,7 +373,7 @@ def _missing(store: Store, world_size: int, prefix: str, seconds: float) -> list
     found: list[int] = []
     for other in range(1, world_size):
         try:
-            # After the first missing one, the others have had the same time.
+            # All ranks have had the full time once the first missing rank has been waited for.
             store.wait([f"{prefix}{other}{_ARRIVED}"], timedelta(seconds=0.001 if found else seconds))
         except StoreTimeoutError:
             found.append(other)

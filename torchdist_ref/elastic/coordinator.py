@@ -6,7 +6,7 @@ keep-alive keys, in the memory of the server, and a decision arrives within a mi
 the connection of an agent ends; the coordinator looks for it when a keep-alive is late, and wakes up for that only.
 
 Anybody who reaches the store can write to it (`agent_queues`). A report or decision that another program has deleted is
-repeated: each keep-alive says the agent's last report, and the decision for which it waits. When a thread of the
+repeated: each keep-alive contains the agent's last report and the decision for which it waits. When a thread of the
 coordinator fails, the agents hear of it and choose another one. Do not add rules here: they belong to `roster` and
 `keep_alives`; an agent's side belongs to `session`.
 """
@@ -86,7 +86,8 @@ class AgentCoordinator:
         self._hellos_store, self._reports_store = store.clone(), store.clone()
         for waiting in (self._hellos_store, self._reports_store):
             waiting.set_timeout(LONGEST_WAIT)
-        # A thread waits for reports: a wait of the store that ends by its time-out costs a request each time.
+        # A thread of its own waits for reports in the store, and passes them on here. The coordinator's thread wakes up
+        # at other times too, and a wait in the store that ends by its time-out would cost a request each time.
         self.local = LocalLink()
         self._reports = self.local.reports
         self._plans, self._published = 0, dict[int, str]()
@@ -167,7 +168,8 @@ class AgentCoordinator:
         next_time = self._roster.next_time() if self._forward is None else float("inf")
         self._receive(max(min(next_time, self._next_check()) - time.monotonic(), 0.0))
         now = time.monotonic()
-        # Whatever is due may depend on reports that another program has taken from the queue.
+        # Before deciding, look at the keep-alives: another program may have popped a report from the queue, and the
+        # decision may depend on it.
         if now >= min(next_time, self._next_check()):
             self._check_agents(now)
         # Another coordinator decides about a job that has moved.
@@ -261,7 +263,7 @@ class AgentCoordinator:
                 self._roster.lose(key, f"has sent no keep-alive for {silence:.1f} s", certain=False)
 
     def _state_of(self, key: str) -> Message:
-        """Return what the last keep-alive of an agent says; empty if another program has written or deleted it."""
+        """Return the content of an agent's last keep-alive; empty if another program has written or deleted it."""
         try:
             state = json.loads(self._pulses.multi_get([f"alive/{key}"])[0])
             report = state["report"] and _event(state["report"])

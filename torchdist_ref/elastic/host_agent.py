@@ -168,7 +168,8 @@ class HostAgent:
 
     def _run(self) -> JobEnd:
         lost: CoordinatorLost | None = None
-        # Each attempt that has begun gives the next succession its time; a repeated loss does not.
+        # An attempt that begins renews the time in which a coordinator has to be found. Losing the coordinator again
+        # before the next attempt does not.
         deadline, attempt = self._new_deadline(), -1
         while True:
             try:
@@ -212,11 +213,11 @@ class HostAgent:
                 return self._join(*self._target, min(FIRST_CONNECT_SECONDS, deadline.remaining()))
             except CoordinatorLost as error:
                 self._require_time(deadline, str(error))
-                # The job may have moved on from where it had moved to.
+                # The job may have moved again, so ask at the first address.
                 self._moved_to = None
                 self._report_retries(str(error), deadline)
                 self._pause(RETRY_SECONDS)
-                # A coordinator that was late takes this host for one that has come and left.
+                # A coordinator that answered too late counts this key as that of a host that has left.
                 self._renew_key()
 
     def _succeed(self, lost: CoordinatorLost, deadline: Deadline) -> AgentSession:
@@ -344,7 +345,7 @@ class HostAgent:
             role_world_size=sum(host.workers for host in hosts if host.role == own.role),
             restart_count=self.progress.restarts,
             secret=secret,
-            # The workers' token is that of their attempt.
+            # Each attempt has a token of its own, so workers must not read the job's from the file.
             environment={SECRET_FILE: ""} if secret else {},
         )
 

@@ -59,7 +59,7 @@ class KeepAlives:
         """
         self._looked_at = now
         before, since = self._last_beats.setdefault(agent, (-1, now))
-        # Only a larger number is new: another program may write again what the agent wrote earlier.
+        # Accept larger numbers only: another program may replay an earlier keep-alive of the agent.
         if beat > before:
             self._last_beats[agent] = beat, now
             return Finding.BEAT

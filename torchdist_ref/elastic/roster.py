@@ -180,7 +180,7 @@ class Roster:
         self._inherited = bool(self.progress.hosts)
         self._give_up_at = self.now + self.rules.join_seconds
         self._report_at = self.now + REPORT_SECONDS
-        # Before this time, fewer hosts than possible do not start.
+        # Until this time, an attempt starts only with the largest number of hosts.
         self._waits_until = self.now + (self.grace if self._inherited else self.rules.join_seconds)
         self._actions: list[tuple[float, Callable[[], None]]] = []
         self._failures: list[dict[str, Any]] = []
@@ -331,7 +331,7 @@ class Roster:
         if first and len(self.seats) == self.rules.min_hosts:
             self._waits_until = self.now + self.rules.last_call_seconds
         if self.running:
-            # Hosts that join together cause one restart.
+            # Wait a moment, so that hosts that join at about the same time cause one restart.
             self._after(SETTLE_SECONDS, lambda: self._restart(f"{info.host} joins"))
 
     def _promote_spare(self) -> None:
@@ -343,7 +343,7 @@ class Roster:
         """Return whether all is ready for an attempt: enough hosts, none expected, and no worker of the last one."""
         if not self._is_enough() or not all(seat.ready for seat in self.seats.values()):
             return False
-        # The former coordinator is lost: that is why there is another one.
+        # Do not expect the former coordinator: this one replaces it because it was lost.
         expected = {host.key for host in self.progress.hosts} - self.gone - {self.progress.leader}
         known = self._inherited and expected <= self.seats.keys()
         complete = len(self.seats) == self.rules.max_hosts

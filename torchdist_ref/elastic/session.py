@@ -242,7 +242,8 @@ class AgentSession:
         self._store.set_on_disconnect(f"{GONE}/{self.info.key}", "1")
         if self._pulse is not None:
             self._sealed.set(f"alive/{self.info.key}", self._state(0))
-            # Silence counts from the last answer on, so the time-out is what is left of it.
+            # A coordinator counts as lost `SILENCE_SECONDS` after its last answer. The next keep-alive is sent
+            # `KEEP_ALIVE_SECONDS` after that, so it may wait for the rest of the time.
             self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
         self.report("join", info=asdict(self.info), rules=asdict(rules))
         try:
@@ -296,7 +297,7 @@ class AgentSession:
         if self._local is not None:
             return self._local.decisions.get()
         self._sealed.wait([f"plan/{self._next}"], LONGEST_WAIT)
-        # Another program may delete it meanwhile: the coordinator writes it again.
+        # `get` waits again if another program has deleted the key: the coordinator writes it again.
         message: Message = json.loads(self._sealed.get(f"plan/{self._next}"))
         self._next += 1
         return message
@@ -305,7 +306,8 @@ class AgentSession:
         if message["kind"] == "note":
             self._notify(message["text"])
             return
-        # Once a decision can be read, its wake-up is there: a later one would stop the workers that it starts.
+        # The agent reads the decision and starts workers, which stop when the eventfd is written. Write it before the
+        # decision can be read: a later write would stop the workers that this decision has started.
         with self._lock:
             self._inbox.append(message)
             os.eventfd_write(self._wake, 1)

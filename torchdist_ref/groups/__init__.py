@@ -68,7 +68,7 @@ from torchdist_ref.groups.queries import (
     set_timeout,
     supports_complex,
 )
-from torchdist_ref.groups.registered import empty_registered
+from torchdist_ref.groups.registered_memory import empty_registered
 from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
 from torchdist_ref.groups.tracing import mark_for_compilers
 from torchdist_ref.groups.world import GroupMember, ProcessGroup, default_pg_timeout

@@ -78,7 +78,7 @@ def all_to_all(
     found = member_group("all_to_all", group)
     if found is None:
         return None
-    # A list of one may look like a call on one tensor, whose plan is known.
+    # A list of one tensor would match the known plan of a call on that tensor.
     if type(output_tensor_list) is list and type(input_tensor_list) is list and len(input_tensor_list) > 1:
         work = found.backend.submit_repeated(_EVEN, input_tensor_list, output_tensor_list, not async_op)
         if work is not None:
@@ -159,7 +159,7 @@ def all_to_all_single(
         check_one_dtype(operation, [output, input], or_real=True)
         output, input = as_real([output, input])
     outputs = _split("output", output, output_split_sizes, found)
-    # A tensor without a gradient serves as its own detached view, which takes a microsecond to make.
+    # `detach` takes a microsecond, so it is called only for tensors that require a gradient.
     inputs = _split("input", input.detach() if input.requires_grad else input, input_split_sizes, found)
     if output_split_sizes or input_split_sizes:
         own = found.rank()
@@ -180,7 +180,7 @@ def split_sizes(name: str, sizes: Any) -> list[int]:
     Raises:
         BackendArgumentError: No such numbers.
     """
-    # Numbers in a list are checked where their sum is.
+    # The sum of the numbers is compared with the number of rows later.
     listed = sizes if isinstance(sizes, list | tuple) else getattr(sizes, "tolist", lambda: sizes)()
     if not isinstance(listed, Sequence) or (numbers := [as_integer(size) for size in listed]).count(None):
         _refuse(name, "a list of numbers of rows, from 0 up", sizes)

@@ -282,7 +282,7 @@ def blocks_of(
         if tensor.shape[0] % size:
             expected = f"a contiguous tensor, or one whose first dimension divides by {size}"
             raise BackendArgumentError(explain(operation, argument, expected, list(tensor.shape)))
-    # As `contiguous_blocks`, but a call of a function shorter.
+    # The same as `contiguous_blocks`, without the cost of one more function call.
     return RowBlocks(tensor, size) if size > 1 else (tensor,)
 
 

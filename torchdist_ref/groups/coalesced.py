@@ -171,7 +171,7 @@ def all_gather_coalesced(
 
 def _check_before_any_begins(group: ProcessGroup, requests: Sequence[tuple[Call, Any, Any]]) -> None:
     """Raise for a tensor that the backend would refuse when the calls before it have begun on this rank."""
-    # The backend checks the first call before anything begins. On `fake` a tensor need not be in memory.
+    # The backend checks the first call itself, before any call begins. Backend `fake` accepts tensors without memory.
     for request in requests[1:] if group.backend.name != "fake" else ():
         if any(tensor.is_meta or not is_in_memory(tensor) for side in request[1:] for tensor in side):
             call, inputs, outputs = unwrapped(request)
@@ -185,7 +185,7 @@ def _joined(
     copy_back: Callable[[], None] | None,
     async_op: bool,
 ) -> Future[Any] | None:
-    # Without `async_op` the parts are complete.
+    # Without `async_op`, the backend has waited for each part.
     if async_op:
         return JoinedWork(operation, outputs, [part for part in parts if part is not None], copy_back).get_future()
     if copy_back is not None:
@@ -214,7 +214,7 @@ def _lists_match(lists: Any, inputs: Any, size: int) -> bool:
 
 
 def _check_lists(lists: Any, inputs: Any, group: ProcessGroup) -> bool:
-    # Whether complex and real tensors are mixed.
+    """Check the lists, and return whether complex and real tensors are mixed."""
     operation = "all_gather_coalesced"
     check_tensors(operation, "input_tensor_list", inputs)
     check_not_empty(operation, "input_tensor_list", inputs)

@@ -157,7 +157,7 @@ def all_reduce(
     found = member_group("all_reduce", group)
     if found is None:
         return None
-    # Functions are called only where they may raise.
+    # This is the hot path: a check is a function call only where it may raise.
     layout = getattr(tensor, "layout", None)
     if layout is sparse_coo:
         return _sum_sparse(found, tensor, op, async_op)
@@ -331,7 +331,7 @@ def barrier(
 
 
 def _are_devices(numbers: Any) -> bool:
-    # torch takes one number too.
+    # torch accepts a single device number too.
     listed = numbers if isinstance(numbers, Sequence) else [numbers]
     return all(isinstance(number, int) for number in listed)
 
@@ -388,7 +388,7 @@ def monitored_barrier(
 
 
 def _sum_sparse(group: ProcessGroup, tensor: Tensor, op: Any, async_op: bool) -> Work | None:
-    # The sum over all ranks, in place, of COO tensors.
+    """Sum a COO tensor over all ranks, in place."""
     if reduction_name(op, "all_reduce") != "sum":
         raise BackendArgumentError(explain("all_reduce", "op", "ReduceOp.SUM where tensors are sparse", op))
     works, add_up = start_sum(group.backend, group.size(), tensor)

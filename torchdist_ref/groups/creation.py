@@ -33,7 +33,7 @@ from torchdist_ref.errors import (
     of_operation,
     on_rank,
 )
-from torchdist_ref.groups.registration import require_no_group_of_torch, share
+from torchdist_ref.groups.torch_tables import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
     GroupMember,
     ProcessGroup,
@@ -177,7 +177,7 @@ def _closed_on_failure(world: World) -> Iterator[None]:
 
 
 def _recorded(world: World, rank: Any, size: Any, seconds: float) -> AbstractContextManager[Any]:
-    """Return a context in which the initialization is in the flight recorder, if this rank knows its number already."""
+    """Return a context that records the initialization in the flight recorder, if this rank knows its rank already."""
     known: list[Any] = [
         value if value != -1 else os.environ.get(name) for name, value in (("RANK", rank), ("WORLD_SIZE", size))
     ]
@@ -191,7 +191,7 @@ def _recorded(world: World, rank: Any, size: Any, seconds: float) -> AbstractCon
 
 
 def check_backend(operation: str, backend: Any, default: str, pg_options: Any, device_id: Any = None) -> None:
-    """Raise unless a backend exists and accepts the options; `default` is the backend that None stands for."""
+    """Raise unless a backend exists and accepts the options; `default` is used where `backend` is None."""
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(explain(operation, "backend", "a name", backend))
     check_options(default if backend is None else backend, pg_options, device_id, operation)
@@ -219,7 +219,7 @@ def make_group(
         rank: Group rank of this rank.
         seconds: Default time-out of a call.
         options: The caller's `pg_options` and `device_id`.
-        agreed: Whether the members are known to have named the same backend.
+        agreed: Whether all members are known to have chosen the same backend.
 
     Returns:
         The group.
@@ -260,10 +260,10 @@ def _agree_on_backend(store: Store, backend: str, rank: int, operation: str) -> 
 def backend_of_new_group(
     operation: str, parent: ProcessGroup, backend: Any, pg_options: Any, device_id: Any = None
 ) -> BackendChoice:
-    """Return the backend of a new group: that of the parent group if the program names none.
+    """Return the backend of a new group: the one that the program chose, or that of the parent group.
 
     Raises:
-        ArgumentTypeError: The name is none, or the backend does not accept the options.
+        ArgumentTypeError: `backend` is not a name, or the backend does not accept the options.
         UsageError: No backend has the name.
     """
     if parent.choice is not None and backend is None and pg_options is None and device_id is None:
@@ -297,9 +297,9 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     the parent's stay as they are. The child can then call `init_process_group` for a group of its own.
 
     Later calls of other ranks on the group raise there. Tensors in a group's memory remain valid. Calls that this rank
-    has started may complete for 5 seconds in all, but a receive whose message has not come ends at once. On ``ref``,
-    members on other hosts have half a second more to read what this rank has sent. While an exception is handled, the
-    groups are aborted with it, and the other ranks read it.
+    has started have 5 seconds in all to complete, but a receive whose message has not arrived fails at once. On
+    ``ref``, members on other hosts have half a second more to read what this rank has sent. While an exception is
+    handled, the groups are aborted with it, and the other ranks read it.
 
     Args:
         group: The group to destroy. Default: all groups, and the store if this library created it; the default group
@@ -331,9 +331,9 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
             world.close()
     elif found is not None:
         if found not in world.groups:
-            registration = world.registration
-            # A group that its own `abort` has ended is in torch's tables still.
-            if registration is not None and (registration.destroy_in_torch(found) or registration.forget(found)):
+            in_torch = world.in_torch
+            # A group that the program has aborted is still in torch's tables.
+            if in_torch is not None and (in_torch.destroy_in_torch(found) or in_torch.forget(found)):
                 return
             refuse_made_alone(found, "destroy_process_group")
             raise ArgumentError(f"destroy_process_group: group {found.group_desc!r} was destroyed before{on_rank()}.")
@@ -468,7 +468,7 @@ def _agree_on_members(store: PrefixStore, rank: int, members: tuple[int, ...], b
         MismatchError: Another rank passed other members, or another member another backend.
     """
     own = ",".join(map(str, members))
-    # The backend of a rank that is no member does not count.
+    # Ranks outside the new group may have another backend.
     named = backend if rank in members else ""
     facts = f"{own}|{rank}|{named}"
     listed, first, other = store.compare_set("members", "", facts).decode().split("|", 2)

@@ -84,7 +84,7 @@ def all_gather(
     found = member_group("all_gather", group)
     if found is None:
         return None
-    # A list of one may look like a call on one tensor, whose plan is known.
+    # A list of one tensor would match the known plan of a call on that tensor.
     if type(tensor_list) is list and len(tensor_list) > 1:
         work = found.backend.submit_repeated(_ALL_GATHER, (tensor,), tensor_list, not async_op)
         if work is not None:
@@ -403,7 +403,7 @@ def scatter(
         if work is not None:
             return work if async_op else None
     if tensor.is_complex() or (scatter_list is not None and _is_complex(scatter_list)):
-        # Other ranks do not know whether the list is complex: the parts of complex numbers are sent.
+        # Other ranks do not know whether the list is complex, so real and imaginary parts are sent.
         listed = () if scatter_list is None else scatter_list
         check_tensors("scatter", "scatter_list", listed)
         check_one_dtype("scatter", listed, tensor, or_real=True)
@@ -413,7 +413,7 @@ def scatter(
 
 
 def _is_complex(tensors: Any) -> bool:
-    # Whether a list begins with a complex tensor; other arguments are refused later.
+    """Return whether a list begins with a complex tensor; wrong arguments are refused later."""
     if type(tensors) is not list and not isinstance(tensors, Sequence):
         return False
     return bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].is_complex()
@@ -422,7 +422,7 @@ def _is_complex(tensors: Any) -> bool:
 def _root_list(
     operation: str, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
 ) -> Sequence[Tensor]:
-    # The list that only the root passes; empty on the other ranks.
+    """Check the list that only the root passes, and return it; an empty one on the other ranks."""
     at_root = group.rank() == root
     if at_root and tensors is not None and blocks_match(tensors, len(group.members), tensor):
         return tensors
@@ -444,7 +444,7 @@ def _root_list(
 def _check_own(
     operation: str, argument: str, tensors: Sequence[Tensor], tensor: Tensor, group: ProcessGroup, name: str = "tensor"
 ) -> None:
-    # Only this rank's entry of a list is compared: the other ranks' shapes are theirs.
+    """Compare the size of this rank's entry of a list; the other ranks compare theirs."""
     own = group.rank()
     if tensors[own].numel() != tensor.numel():
         check_elements(operation, f"{argument}[{own}]", tensors[own], tensor.numel(), f"as {name} has")

@@ -156,7 +156,7 @@ class DeviceMesh(TorchMesh):
         return made
 
     def _line(self, dimension: int) -> list[int]:
-        # The ranks of this rank's line along a dimension.
+        """Return the global ranks that differ from this rank only in one dimension of the mesh."""
         index: list[Any] = list(self._require_coordinate())
         index[dimension] = slice(None)
         line: list[int] = self._ranks[tuple(index)].tolist()
@@ -270,7 +270,7 @@ class DeviceMesh(TorchMesh):
         for group in groups:
             group.backend.abort("DeviceMesh.abort was called")
         for group in groups:
-            # The end of the default group is that of all others.
+            # To destroy the default group destroys all others too.
             if not isinstance(group.backend, DestroyedBackend):
                 group.shutdown()
 

@@ -308,7 +308,7 @@ def scatter_object_list(
 def _scatter_payloads_of(
     group: ProcessGroup, exchange: str, objects: list[Any] | None, weights_only: bool
 ) -> list[Payload]:
-    # The source's payloads, or a single one with an error.
+    """Return the payloads of the source, or a single one with an error."""
     operation, rank = "scatter_object_list", _global_rank(group)
     if not isinstance(objects, Sequence) or len(objects) != group.size():
         got = len(objects) if isinstance(objects, Sequence) else objects

@@ -44,7 +44,7 @@ from torchdist_ref.groups.creation import (
     watch_members,
 )
 from torchdist_ref.groups.queries import get_rank
-from torchdist_ref.groups.registration import share
+from torchdist_ref.groups.torch_tables import share
 from torchdist_ref.groups.world import (
     ProcessGroup,
     aborted_on_failure,
@@ -366,7 +366,7 @@ def _shrink(
     is_default = parent is world.default
     members = tuple(range(len(remaining)) if is_default else old_ranks)
     name = f"{parent.group_desc}, shrunk"
-    # The old group goes last: it watches those who stay.
+    # The old group is destroyed last, because its backend detects failures of the remaining ranks until then.
     with limit_requests(parent.timeout):
         shrunk = make_group(watch, _part_store(keys, 0), backend, name, members, own, parent.timeout, (pg_options,))
     with aborted_on_failure(shrunk.backend, "shrink_group"):
@@ -380,7 +380,7 @@ def _shrink(
         if is_default:
             world.default = shrunk
             share(world)
-            # The ranks have other numbers now.
+            # The flight recorder identifies the awaited ranks by their old global ranks.
             world.store_calls = StoreCalls()
     return shrunk
 
@@ -406,7 +406,8 @@ def _replace_store(parent: ProcessGroup, remaining: list[int], gone: DistNetwork
     successor = parent.backend.successor_store(parent.store, remaining, parent.timeout)
     if successor is None:
         raise gone
-    # The others may have called this more often or less, in vain: the new store has no keys of a former call.
+    # Ranks number their calls of shrink_group in a store, and some may have called it more often than others before the
+    # server ended. The new store is empty, so all begin again from zero.
     _rounds[default_group()].pop(_parts_prefix("shrink_group", parent), None)
     parent.store, parent.keys = successor, None
     if is_default:

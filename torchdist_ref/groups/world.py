@@ -199,7 +199,7 @@ class ProcessGroup(CallsFromTorch):
         Raises:
             ArgumentError: The rank is not in the group.
         """
-        # A float that equals a rank would be found in the table.
+        # A float such as 1.0 equals an int, and the table would accept it.
         if type(rank) is int and rank in self._group_ranks:
             return self._group_ranks[rank]
         number = as_integer(rank)
@@ -269,7 +269,7 @@ class World:
         leave_store: Function that releases all keys of this world, if its store may outlive it; or None.
         created_store: The store below, if this library created it and so closes it; else None.
         on_close: Functions to call before the groups close.
-        registration: Registration of the groups with torch, or None.
+        in_torch: The groups as torch knows them (`torch_tables.GroupsInTorch`); None while it knows none.
         store_calls: Calls of this rank that meet others in the store, for the flight recorder.
         failure: First failure that ended a group of this rank; empty again once the survivors have a new group.
         torch_tables: torch's tables for this rank where ranks are threads, or None.
@@ -290,7 +290,7 @@ class World:
         self.created_store: Any = None
         self.leave_store: Callable[[], None] | None = None
         self.on_close: list[Callable[[], None]] = []
-        self.registration: Any = None
+        self.in_torch: Any = None
         self.store_calls = StoreCalls()
         self.failure = ""
 
@@ -305,8 +305,8 @@ class World:
         for group in self.groups:
             group.keys = None
             inherit_store(group.store, group.backend)
-        if self.registration is not None:
-            self.registration.inherit()
+        if self.in_torch is not None:
+            self.in_torch.inherit()
 
     def observe(self) -> None:
         """Configure logging, and answer requests for dumps until this rank leaves the world."""
@@ -338,8 +338,8 @@ class World:
         """Add a new group, register it with torch if the default group is, and return it."""
         with aborted_on_failure(group.backend, "the creation of the group"):
             self.groups.append(group)
-            if self.registration is not None:
-                self.registration.add(group)
+            if self.in_torch is not None:
+                self.in_torch.add(group)
         return group
 
     def destroy(self, group: ProcessGroup) -> None:
@@ -352,7 +352,7 @@ class World:
         """Close the backends of some groups. Members that miss this rank there read which failure it has met."""
         broken = next(filter(None, (group.backend.broken for group in self.groups)), None)
         if broken is not None and not self.failure:
-            # No reference to the error itself, whose traceback holds tensors.
+            # Keep the text only: the error has a traceback, which would keep tensors alive.
             self.failure = message_of(broken)
         backends = [self._remove(group) for group in groups]
         if self.failure:
@@ -361,8 +361,8 @@ class World:
         close_all(backends)
 
     def _remove(self, group: ProcessGroup) -> Backend:
-        if self.registration is not None:
-            self.registration.remove(group)
+        if self.in_torch is not None:
+            self.in_torch.remove(group)
         self.groups.remove(group)
         return group.destroy_backend()
 
@@ -379,8 +379,8 @@ class World:
 
     def run_on_close(self) -> None:
         """Withdraw the groups from torch, and call the functions in `on_close`, each once."""
-        if self.registration is not None:
-            self.registration.withdraw()
+        if self.in_torch is not None:
+            self.in_torch.withdraw()
         for function in self.on_close:
             function()
         self.on_close.clear()
@@ -464,7 +464,7 @@ def abort(reason: str) -> None:
 
 @cache
 def leave_at_end_of_program() -> None:
-    """From now on, the end of this program ends its groups. If it is an exception, their other members quote it."""
+    """Destroy the groups when the program ends, from now on. Their other members quote the exception that ends it."""
     leave_at_end(_of_process)
 
 
@@ -533,11 +533,11 @@ def _counterpart(group: Any, operation: str, argument: str) -> ProcessGroup:
     """Return our group for one that torch made beside our default group, or for one whose class is a program's own."""
     if _has_own_methods(group):
         return _of_methods(group)
-    registration = current().registration
-    if registration is None:
+    in_torch = current().in_torch
+    if in_torch is None:
         expected = "a group of this library, whose default group comes from its own init_process_group"
         raise ArgumentError(explain(operation, argument, expected, f"{type(group).__name__} of torch.distributed"))
-    found: ProcessGroup = registration.counterpart(group)
+    found: ProcessGroup = in_torch.counterpart(group)
     return found
 
 

@@ -173,8 +173,9 @@ class MemberWatch:
         """Return the failure of a member that caused an error; else an error of the network with the operation."""
         if (failure := found_soon(self.failure)) is not None:
             return failure
-        is_nameless = isinstance(error, DistNetworkError) and not error.operation
-        return of_operation(self._place, error) if is_nameless else None
+        if not isinstance(error, DistNetworkError) or error.operation:
+            return None
+        return of_operation(self._place, error)
 
     @contextmanager
     def interruption_published(self) -> Iterator[None]:

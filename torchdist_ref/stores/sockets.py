@@ -1,12 +1,11 @@
-"""Sockets: listening, connecting before a deadline, and polling many descriptors.
+"""Sockets: listening, connecting before a deadline, and the users at the other ends.
 
 A store listens on the addresses that it is asked for, while torch listens on every interface. A host name that the
 hosts file maps to loopback, as Debian does with a host's own name, means loopback, which only this host reaches. An
 address that no interface has would need another interface than the one asked for: that is an error. If the user trusts
 the network, the store listens on every interface in both cases. On loopback, the kernel knows the users at both ends.
 
-A server polls with the kernel's `epoll` if there is one, else with `selectors`. `selectors` looks up and wraps each
-event in Python, which costs a server of small requests a tenth of its time. Do not add a protocol here.
+Do not add a protocol here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import errno
 import logging
 import os
 import select
-import selectors
 import socket
 import struct
 from collections import deque
@@ -23,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError, explain
 from torchdist_ref.stores.addresses import Address, is_local, is_loopback, resolve
@@ -476,61 +474,3 @@ class StoreAcceptor:
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._reserve = None
-
-
-READ, WRITE = 1, 4
-"""Events of `epoll`: readable, writable. Other bits mean an error."""
-
-
-class DescriptorPoller(Protocol):
-    """Methods of `select.epoll` that a server needs."""
-
-    def register(self, fd: int, eventmask: int, /) -> None:
-        """Watch a descriptor for these events."""
-
-    def modify(self, fd: int, eventmask: int, /) -> None:
-        """Change the events of a descriptor."""
-
-    def unregister(self, fd: int, /) -> None:
-        """Stop watching a descriptor."""
-
-    def poll(self, timeout: float | None, maxevents: int = -1, /) -> list[tuple[int, int]]:
-        """Wait up to `timeout` seconds, forever if None; return so many descriptors at most, with their events."""
-
-    def close(self) -> None:
-        """Close the poller; the descriptors stay open."""
-
-
-class SelectorPoller:
-    """`DescriptorPoller` for kernels without `epoll`."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-
-    def register(self, fd: int, eventmask: int) -> None:
-        self._selector.register(fd, _as_events(eventmask))
-
-    def modify(self, fd: int, eventmask: int) -> None:
-        self._selector.modify(fd, _as_events(eventmask))
-
-    def unregister(self, fd: int) -> None:
-        self._selector.unregister(fd)
-
-    def poll(self, timeout: float | None, maxevents: int = -1) -> list[tuple[int, int]]:
-        return [(key.fd, _as_mask(events)) for key, events in self._selector.select(timeout)]
-
-    def close(self) -> None:
-        self._selector.close()
-
-
-def poller() -> DescriptorPoller:
-    """Return the fastest poller of this machine."""
-    return select.epoll() if hasattr(select, "epoll") else SelectorPoller()
-
-
-def _as_events(mask: int) -> int:
-    return (selectors.EVENT_READ if mask & READ else 0) | (selectors.EVENT_WRITE if mask & WRITE else 0)
-
-
-def _as_mask(events: int) -> int:
-    return (READ if events & selectors.EVENT_READ else 0) | (WRITE if events & selectors.EVENT_WRITE else 0)

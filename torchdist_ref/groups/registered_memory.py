@@ -1,4 +1,4 @@
-"""Registered buffers: tensors that other ranks of the host read in place, so that calls need no staging.
+"""Registered memory, as users allocate it: tensors that other ranks of the host read in place, without staging.
 
 The backend allocates the memory (`Backend.empty`). Do not add anything that ranks must agree on: each call finds out
 whether all its operands are registered.

@@ -1,4 +1,4 @@
-"""Registration of our groups with torch: one default group, known to both libraries.
+"""Tables of torch's in which our groups are: one default group, known to both libraries.
 
 From `init_process_group` on, torch's default group is ours. All of torch finds it in torch's tables and in its C++
 registry of names: DistributedSampler, torch's DDP, FSDP2, DTensor, functional collectives, checkpoints. A group of ours
@@ -106,7 +106,7 @@ def share(world: World) -> None:
     elif torch.distributed.is_initialized():
         return
     adapt_torch()
-    world.registration = Registration(world)
+    world.in_torch = GroupsInTorch(world)
 
 
 _TorchTables: Any = torch_private.TABLES_CLASS.get()
@@ -200,8 +200,8 @@ class TablesByRank:
                 torch_private.ACTIVE_DDP.set(None)
 
 
-class Registration:
-    """Groups of one world that torch knows.
+class GroupsInTorch:
+    """Groups of one world, as torch's tables have them.
 
     Args:
         world: The world; it has a default group, which becomes torch's.
@@ -209,7 +209,7 @@ class Registration:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # Those of this rank: `TablesByRank` may come into torch's module, or go, meanwhile.
+        # Keep this rank's tables: `TablesByRank` may be installed in torch's module, or removed, at any time.
         self._tables = world.torch_tables or _tables_now()
         assert world.default is not None
         self._default = world.default
@@ -223,7 +223,7 @@ class Registration:
         _set_default_group(self._default)
 
     def inherit(self) -> None:
-        """Become a forked child's copy of this registration."""
+        """Become a forked child's copy of this object."""
         global _lock
         # Another thread of the parent may have held them.
         _lock, self._making = threading.Lock(), threading.RLock()
@@ -252,7 +252,7 @@ class Registration:
         if group is self._default:
             self.withdraw()
         elif group in self._groups:
-            # Else torch destroys it, and clears its tables itself.
+            # A group that is not in `_groups` is being destroyed by torch, which clears its tables itself.
             self.forget(group)
 
     def forget(self, group: ProcessGroup) -> bool:
@@ -278,7 +278,7 @@ class Registration:
             ArgumentError: torch does not know the group, and it has no name.
         """
         known = self._tables.pg_map
-        # Other threads may do the same.
+        # Another thread may remove one at the same time.
         for each in [each for each in tuple(self._counterparts) if each not in known]:
             if (unknown := self._counterparts.pop(each, None)) is not None:
                 unknown.destroy_backend()
@@ -329,7 +329,7 @@ class Registration:
 
     def withdraw(self) -> None:
         """Withdraw all groups, and destroy those that torch made beside them."""
-        self._world.registration = None
+        self._world.in_torch = None
         if not self._groups:
             return
         if self._tables.default_pg is not self._default:
@@ -342,7 +342,7 @@ class Registration:
 
     def _destroy_all_in_torch(self) -> None:
         if self._world.inherited:
-            # Without names torch shuts down nothing; it clears its tables.
+            # torch shuts down only groups that have names. Without, it just clears its tables.
             self._tables.pg_names.clear()
         for group in list(self._groups):
             self._release(group)
