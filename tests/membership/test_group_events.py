@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.membership.events import Published
 from torchdist_ref.membership.group_events import GroupEvents
 from torchdist_ref.processes.identity import host_identity
@@ -23,8 +24,8 @@ def test_a_member_that_has_done_its_part_may_fail() -> None:
     store = PrefixStore("group", HashStore())
     GroupEvents(store, 1, [0, 4, 6]).publish(Published(4, text="its program ended"))
     failures = GroupEvents(store, 0, [0, 4, 6])
-    assert failures.known([2], "all_reduce") is None
-    found = failures.known([1, 2], "all_reduce")
+    assert failures.known([2], "all_reduce", Wait.ELSEWHERE) is None
+    found = failures.known([1, 2], "all_reduce", Wait.ELSEWHERE)
     assert str(found) == "all_reduce: rank 4 failed: its program ended" and found is not None and found.ranks == (4,)
 
 
@@ -34,13 +35,13 @@ def members_of(store: PrefixStore, count: int = 4) -> list[GroupEvents]:
 
 def test_ranks_that_leave_one_after_the_other_are_known() -> None:
     observer, *others = members_of(PrefixStore("group", HashStore()))
-    assert observer.left([1, 2, 3], "barrier") is None
+    assert observer.known([1, 2, 3], "barrier", Wait.PART) is None
     for left, rank in enumerate((3, 1, 2), 1):
         others[rank - 1].publish_leave()
-        found = observer.left([1, 2, 3], "barrier")
+        found = observer.known([1, 2, 3], "barrier", Wait.PART)
         assert found is not None and len(found.ranks) == left and [0, 4, 6, 7][rank] in found.ranks
     assert str(found) == "barrier: ranks 1 (global 4), 2 (global 6), 3 (global 7) destroyed the group"
-    assert observer.left([0], "barrier") is None
+    assert observer.known([0], "barrier", Wait.PART) is None
 
 
 def test_a_rank_that_left_with_a_reason_is_named_before_those_without() -> None:
@@ -50,7 +51,7 @@ def test_a_rank_that_left_with_a_reason_is_named_before_those_without() -> None:
     third.explain_leave("RankDiedError: x")
     for each in (first, second, third):
         each.publish_leave()
-    found = observer.left([1, 2, 3], "barrier")
+    found = observer.known([1, 2, 3], "barrier", Wait.PART)
     assert found is not None and found.ranks == (6,)
     assert str(found) == r"barrier: rank 6 failed: no \udce9.pt"
 
@@ -60,17 +61,17 @@ def test_a_leave_that_no_member_wrote_ends_no_wait() -> None:
     store = PrefixStore("group", SealedStore(whole, bytes(range(32))))
     for key in ("left/1", "last that left"):
         whole.set(f"sealed/group/{key}", "1")
-    assert members_of(store)[0].left([1], "barrier") is None
+    assert members_of(store)[0].known([1], "barrier", Wait.PART) is None
 
 
 class Gone(HashStore):
-    """Store whose server ends after one request."""
+    """Store whose server ends after one look for failures and leaves."""
 
     requests = 0
 
     def compare_set(self, *arguments: Any) -> bytes:
         self.requests += 1
-        if self.requests > 3:
+        if self.requests > 4:
             raise DistNetworkError("the server is gone")
         return super().compare_set(*arguments)
 
@@ -79,8 +80,8 @@ def test_a_rank_that_left_before_the_store_ended_is_not_blamed_for_that() -> Non
     """Another rank served the store: the wait that fails finds that one."""
     observer, other = members_of(PrefixStore("group", Gone()), 2)
     other.publish_leave()
-    assert observer.left([1], "new_group") is not None
-    assert observer.left([1], "new_group") is None
+    assert observer.known([1], "new_group", Wait.PART) is not None
+    assert observer.known([1], "new_group", Wait.PART) is None
 
 
 def test_a_rank_that_left_before_its_process_ended_has_not_died() -> None:
@@ -92,7 +93,7 @@ def test_a_rank_that_left_before_its_process_ended_has_not_died() -> None:
     failures.watch({1: f"{host_identity()}|{child}:0"})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     GroupEvents(store, 1, [0, 4]).publish_leave()
-    for found in (failures.known([1], "barrier"), failures.find("barrier")):
+    for found in (failures.known([1], "barrier", Wait.ELSEWHERE), failures.find("barrier")):
         assert str(found) == "barrier: rank 1 (global 4) destroyed the group"
     assert store.get_if_present("failure in the group") is None
     os.waitpid(child, 0)
@@ -112,5 +113,5 @@ def test_a_rank_that_ends_its_calls_to_continue_fails_no_meeting() -> None:
     store = PrefixStore("group", HashStore())
     GroupEvents(store, 1, [0, 4]).publish(Published(4, text="shrink_group", continues=True))
     other = GroupEvents(store, 0, [0, 4])
-    assert other.known([1], "shrink_group") is None
+    assert other.known([1], "shrink_group", Wait.ELSEWHERE) is None
     assert str(other.find("all_reduce")) == "all_reduce: rank 4 failed: it continues in another group: shrink_group"
