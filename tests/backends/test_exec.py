@@ -13,7 +13,7 @@ import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, Raised, errors_of_survivors
 from tests.outcomes import NEVER
 from torchdist_ref.membership.group_events import GroupEvents
-from torchdist_ref.membership.presence import Presence
+from torchdist_ref.membership.meeting import Presence
 from torchdist_ref.processes.identity import process_identity
 from torchdist_ref.stores import FileStore, PrefixStore
 

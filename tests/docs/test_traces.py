@@ -15,7 +15,7 @@ MOST_FILES = {
     "gradient": 12,
     "get": 3,
     "recv": 12,
-    "init_process_group": 35,
+    "init_process_group": 34,
     "new_group": 17,
     "destroy_process_group": 13,
     "death": 21,

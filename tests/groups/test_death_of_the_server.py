@@ -14,7 +14,7 @@ import torch
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.ports import reserve_port
-from torchdist_ref.membership.presence import Presence
+from torchdist_ref.membership.meeting import Presence
 from torchdist_ref.membership.rounds import Attendance, Round
 from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.stores import PrefixStore

@@ -10,8 +10,7 @@ import pytest
 
 from torchdist_ref.errors import DistNetworkError, MismatchError, RankDiedError, RendezvousError, message_of
 from torchdist_ref.membership.events import DIED, LOST, Ending, Published, decode, encode
-from torchdist_ref.membership.meeting import Meeting
-from torchdist_ref.membership.presence import Presence
+from torchdist_ref.membership.meeting import Meeting, Presence
 from torchdist_ref.membership.rounds import Attendee
 from torchdist_ref.membership.watch import MemberWatch, read_failure
 from torchdist_ref.processes.identity import host_identity

@@ -1,7 +1,8 @@
 """Meeting: how the ranks of one initialization find each other, on a store that other initializations may use too.
 
 `rounds` describes what ranks publish and decides, as values and without any wait. Here a `Meeting` does it on a store:
-it opens or looks for a round, announces this rank, waits, and finds out why ranks will not come.
+it opens or looks for a round, announces this rank, waits, and finds out why ranks will not come. Its `Presence` finds
+the processes of the ranks that have announced themselves. Until the group exists, nothing else watches these.
 
 Two processes with the same rank overwrite each other's announcement, or each other's round. The one that finds this out
 publishes it. Such checks are made only by ranks that wait, so they cost an undisturbed initialization nothing.
@@ -28,6 +29,7 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from torchdist_ref.errors import (
+    MismatchError,
     RankStalledError,
     RendezvousError,
     StoreTimeoutError,
@@ -35,18 +37,19 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.membership.events import ENDED, Ending, Failure
 from torchdist_ref.membership.peer_processes import PeerProcesses
-from torchdist_ref.membership.presence import Presence
 from torchdist_ref.membership.rounds import (
     CLOSED,
     DOUBT_UNDER_AGENT,
     LEAVE_SECONDS,
     OPEN,
     Attendance,
+    Attendee,
     Round,
 )
 from torchdist_ref.membership.watch import MemberWatch, read_failure
-from torchdist_ref.membership.words import error_of, size_mismatch
+from torchdist_ref.membership.words import backend_mismatch, error_of, size_mismatch
 from torchdist_ref.processes.identity import host_identity
+from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
 from torchdist_ref.stores.tcp.store import advice_on_loopback
@@ -57,6 +60,8 @@ _FIRST_PAUSE_SECONDS = 0.0002
 OPERATION = "init_process_group"
 _WORLDS = "world"
 _ROUND, _MET, _LAST_MET = "round", "met", "last"
+_CHECKED_AT_ONCE = 8
+"""Announcements that one check looks for, each of which costs a request."""
 _own_nonces: deque[tuple[str, int]] = deque(maxlen=1024)
 """Rounds that this process was in, and its ranks there."""
 os.register_at_fork(after_in_child=_own_nonces.clear)
@@ -73,6 +78,109 @@ class _Exchange(NamedTuple):
     awaited: Sequence[str]
     backend: str
     on_round: Callable[[str], None]
+
+
+class Presence:
+    """Processes of the ranks that are about to form a world, as far as they have announced themselves in the store.
+
+    Only the processes of this host are watched. A store server reports the others: see `Store.set_on_disconnect`.
+
+    Args:
+        store: Store of the meeting, in which every rank announces its process.
+        rank: This rank.
+        size: Number of ranks.
+        others: Ranks to look for; all by default.
+        nonce: Text that tells this announcement from others of the rank.
+        backend: Backend that the ranks are to agree on; empty if they need not.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        others: Sequence[int] | None = None,
+        nonce: str = "",
+        backend: str = "",
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._nonce, self._backend = nonce, backend
+        self._other_size: MismatchError | None = None
+        self._unknown = deque[int]()
+        self.look_for(range(size) if others is None else others)
+        self._processes = PeerProcesses({})
+
+    def announcement(self) -> dict[str, str]:
+        """Return key and value that announce the process of this rank."""
+        own = Attendee(host_identity(), os.getpid(), own_witness(), self._size, self._backend, self._nonce)
+        return {f"present/{self._rank}": own.encode()}
+
+    def is_announced(self) -> bool:
+        """Return whether the store has the announcement of this process, and no later one of the same rank."""
+        [(key, value)] = self.announcement().items()
+        return self._store.get_if_present(key) == value.encode()
+
+    def look_for(self, ranks: Sequence[int]) -> None:
+        """Look for these ranks too."""
+        self._unknown.extend(other for other in ranks if other != self._rank)
+
+    def nonce_in(self, rank: int, announcement: bytes) -> str:
+        """Return the nonce in the announcement of a rank.
+
+        Raises:
+            MismatchError: The rank has another world size or another backend.
+        """
+        other = Attendee.parse(announcement)
+        self._compare_size(rank, other.size)
+        if self._other_size is not None:
+            raise self._other_size
+        if other.backend != self._backend:
+            raise backend_mismatch("init_process_group", (rank, other.backend), (self._rank, self._backend))
+        return other.nonce
+
+    def _compare_size(self, rank: int, size: int) -> None:
+        if size != self._size:
+            self._other_size = size_mismatch({self._rank: self._size, rank: size})
+
+    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for the first of some ranks whose process has ended or whose world size differs, or None."""
+        with suppress(RuntimeError):
+            self._find()
+        if self._other_size is not None:
+            return self._other_size
+        for rank in self._processes.dead():
+            if rank in ranks:
+                died = Failure.of_death(rank, self._processes.ending(rank))
+                return error_of(died, f"{description} on rank {self._rank}", advice="start again")
+        return None
+
+    def _find(self) -> None:
+        """Look for the next announcements; a few at a time, since each costs a request."""
+        for _ in range(min(_CHECKED_AT_ONCE, len(self._unknown))):
+            rank = self._unknown.popleft()
+            if (found := self._announced(rank)) is None:
+                self._unknown.append(rank)
+                continue
+            self._compare_size(rank, found.size)
+            if found.host == host_identity():
+                self._processes.watch(rank, found.pid, found.witness)
+
+    def _announced(self, rank: int) -> Attendee | None:
+        """Return what a rank has announced; None if it has not yet."""
+        found = self._store.get_if_present(f"present/{rank}")
+        return None if found is None else Attendee.parse(found)
+
+    def is_another_process(self) -> bool:
+        """Return whether another living process of this host has announced itself as this rank."""
+        found = self._announced(self._rank)
+        if found is None or found.host != host_identity() or found.pid == os.getpid():
+            return False
+        with closing(PeerProcesses({self._rank: found.pid})) as processes:
+            return not processes.dead()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self._processes.close()
 
 
 class Meeting:

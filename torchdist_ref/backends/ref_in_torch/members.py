@@ -18,8 +18,7 @@ import torch.distributed as c10d
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, RefProcessGroup
 from torchdist_ref.membership.blame import Wait
-from torchdist_ref.membership.meeting import Meeting
-from torchdist_ref.membership.presence import Presence
+from torchdist_ref.membership.meeting import Meeting, Presence
 from torchdist_ref.membership.trust import KeyAgreement
 from torchdist_ref.membership.watch import MemberWatch
 from torchdist_ref.stores import PrefixStore
