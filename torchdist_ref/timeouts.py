@@ -59,6 +59,16 @@ def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT)
     return min(timeout, MAX_TIMEOUT)
 
 
+# Waits look in slices, though being woken would be more elegant. A wait on a semaphore in shared memory ends when
+# somebody posts the semaphore. A rank that is killed posts nothing, and neither does a signal that the kernel delivers
+# to another thread. To wake such a wait, every process would need a thread that polls the pidfds of its peers and a
+# descriptor for signals, a table of the semaphores on which its threads wait, and a way to take back a post that came
+# from no peer: a post allows the reader of a ring buffer to read. A rank that aborts or leaves would have to post every
+# semaphore on which another rank may wait. A loop of twenty lines (`Link._acquire_blocking`) does without all of that.
+#
+# Its price was measured with 4 ranks of which one comes 10 seconds late, on a host with other work. Each of the others
+# used 0.13 s of processor time in a barrier and 0.26 s in a receive, which is 1.3 and 2.6 % of a core; a look at the
+# peers takes 17 us. A death is noticed 20 ms later at most.
 CHECK_SECONDS = 0.02
 """Interval at which a blocked wait checks for Ctrl-C and for failed peers, in seconds."""
 

@@ -1,17 +1,18 @@
 """Reader of flight recorder dumps: ours, and those of torch's own recorder, as pickle or as JSON.
 
-All become values of the same classes. Files may come from anywhere, so nothing in them is run or believed: pickles are
-read by a stack machine that makes plain data only, sizes are bounded, and a wrong type is a `DumpError`.
-Do not add conclusions here: they belong to `verdict`.
+All become values of the same classes. Files may come from anywhere, so nothing in them is run or believed: pickles may
+refer to no class or function, sizes are bounded, and a wrong type is a `DumpError`. A pickle that somebody has made for
+that purpose can still take long to read. Do not add conclusions here: they belong to `verdict`.
 """
 
 from __future__ import annotations
 
 import json
-import pickletools
+import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,33 +23,11 @@ from torchdist_ref.membership.events import Failure
 from torchdist_ref.recorder import Frame
 
 MAX_FILE_BYTES = 64 << 20
-MAX_PICKLE_OPERATIONS = 5_000_000
 MAX_VALUES = 5_000_000
 MAX_TEXT = 4_000
 MAX_DIMENSIONS = 64
 MAX_MEMBERS = 1 << 17
 
-# Operations of a pickle that make plain data. Every other one could import or call something.
-_EMPTY: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-}
-_LITERALS = frozenset(
-    "INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
-    "BINUNICODE8 SHORT_BINUNICODE BINBYTES BINBYTES8 SHORT_BINBYTES".split()
-)
-_PLAIN = (
-    frozenset(
-        "PROTO FRAME STOP MARK POP POP_MARK DUP DICT SETITEM SETITEMS LIST APPEND APPENDS TUPLE TUPLE1 TUPLE2 TUPLE3 "
-        "GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE".split()
-    )
-    | _LITERALS
-    | frozenset(_EMPTY)
-)
 _STATES = ("scheduled", "started", "completed", "failed")
 GLOO_ABORTS = "; Gloo does that if a rank gets more than it expects: TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls"
 """End of a sentence on a death that may follow from a mismatch, of which the dead rank has left no dump."""
@@ -290,86 +269,22 @@ def _refuse(reason: str) -> NoReturn:
 # ---- pickles
 
 
-class _PlainStack:
-    """Stack machine of a pickle that makes plain data, and nothing else: it cannot import or call anything.
+class _PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in C allocates as many entries as a pickle says
+    """Unpickler of plain data. Without a class or function, a pickle has nothing that it could call."""
 
-    Keys of dicts are texts and 64-bit numbers only: others may be chosen so that all have the same hash, and a dict of
-    them takes quadratic time.
-    """
-
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[Any, Any] = {}
-
-    def run(self, name: str, argument: Any) -> None:
-        """Execute one operation."""
-        stack = self._stack
-        if name in _EMPTY:
-            stack.append(_EMPTY[name]())
-        elif name in _LITERALS:
-            stack.append(_int(argument) if isinstance(argument, int) else argument)
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            self._memo[len(self._memo) if argument is None else argument] = stack[-1]
-        elif name in ("DICT", "SETITEM", "SETITEMS"):
-            self._set_items(self._pop(2) if name == "SETITEM" else self._pop_mark(), name == "DICT")
-        elif name in ("LIST", "APPEND", "APPENDS"):
-            values = self._pop(1) if name == "APPEND" else self._pop_mark()
-            stack.append(values) if name == "LIST" else stack[-1].extend(values)
-        elif name.startswith("TUPLE"):
-            stack.append(tuple(self._pop(int(name[5:])) if name[5:] else self._pop_mark()))
-        elif name == "MARK":
-            self._marks.append(len(stack))
-        elif name == "DUP":
-            stack.append(stack[-1])
-        elif name == "POP_MARK" or (name == "POP" and self._marks and self._marks[-1] == len(stack)):
-            self._pop_mark()
-        elif name == "POP":
-            self._pop(1)
-
-    def result(self) -> Any:
-        """Return the value on top."""
-        return self._stack[-1]
-
-    def _set_items(self, items: list[Any], new: bool) -> None:
-        if new:
-            self._stack.append({})
-        keys = items[::2]
-        if any(type(key) not in (str, int) for key in keys):
-            _refuse("the pickle holds a dict whose keys are neither texts nor numbers")
-        self._stack[-1].update(zip(keys, items[1::2], strict=True))
-
-    def _pop(self, count: int) -> list[Any]:
-        values = self._stack[-count:]
-        if len(values) < count:
-            _refuse("the pickle takes more values than it has")
-        del self._stack[-count:]
-        return values
-
-    def _pop_mark(self) -> list[Any]:
-        start = self._marks.pop()
-        values = self._stack[start:]
-        del self._stack[start:]
-        return values
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse a class or function."""
+        _refuse(f"the pickle holds more than plain data ({module}.{name})")
 
 
 def load_plain_pickle(data: bytes) -> Any:
-    """Return the value of a pickle of plain data: None, 64-bit numbers, texts, bytes, lists, tuples and dicts.
+    """Return the value of a pickle of plain data: None, numbers, texts, bytes, lists, tuples and dicts.
 
     Raises:
         DumpError: It holds anything else, or is damaged.
     """
-    machine = _PlainStack()
     try:
-        for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
-            if operation.name not in _PLAIN:
-                _refuse(f"the pickle holds more than plain data ({operation.name})")
-            if count > MAX_PICKLE_OPERATIONS:
-                _refuse("the pickle has too many operations")
-            machine.run(operation.name, argument)
-        return machine.result()
+        return _PlainUnpickler(BytesIO(data)).load()
     except DumpError:
         raise
     except Exception as error:
