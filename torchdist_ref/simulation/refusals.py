@@ -15,7 +15,7 @@ import torch.distributed as c10d
 
 from torchdist_ref.backends import registry
 from torchdist_ref.errors import ArgumentError, UsageError, explain
-from torchdist_ref.groups.registration import adapt_torch
+from torchdist_ref.groups.torch_tables import adapt_torch
 from torchdist_ref.simulation.scheduler import current_task
 from torchdist_ref.stores import TCPStore
 
