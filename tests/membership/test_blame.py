@@ -127,7 +127,7 @@ ROWS: dict[str, Row] = {
         (5,),
     ),
     "a leave that another rank passes on": ([Aborted(11, cause=LEFT_5, at=9)], [11], (COLLECTIVE,), LEFT, (5,)),
-    # Waits on other channels, such as the store: process_failure, MemberFailures.known.
+    # Waits on other channels, such as the store: Link.failure_elsewhere, GroupEvents.known.
     "an abort of a living rank, elsewhere": ([Aborted(5, at=7)], [5], (ELSEWHERE, PART), "", ()),
     "a leave of a living rank, elsewhere": ([Left(5)], [5], (ELSEWHERE,), "", ()),
     "an abort of a rank that closed the group": ([Aborted(5, at=7), Left(5)], [5], (PART,), ABORTED, (5,)),
