@@ -22,6 +22,7 @@ import torchdist_ref as dist
 from tests.outcomes import NEVER, failing
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.groups.world import default_group
+from torchdist_ref.membership.blame import Wait
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
@@ -116,9 +117,9 @@ def look_after_a_close(rank: int, path: str, aborts: bool) -> tuple[str, str]:
     after.set("joined", "")
     after.wait(["closed"])
     # Each look reads what has arrived, in several steps.
-    of_the_living = [backend.failure([1], "meeting") for _ in range(20)][-1]
+    of_the_living = [backend.failure([1], "meeting", Wait.ELSEWHERE) for _ in range(20)][-1]
     after.set("go", "")
-    while (of_the_dead := backend.failure([0, 1], "meeting")) is None:
+    while (of_the_dead := backend.failure([0, 1], "meeting", Wait.ELSEWHERE)) is None:
         os.sched_yield()
     after.set("seen", "")
     return str(of_the_living), str(of_the_dead)
