@@ -781,16 +781,17 @@ bool on_sim(const at::Tensor& tensor) { return tensor.device().type() == kSim; }
 // The three directions differ in who waits. Between devices, the copy runs on the source's stream, after what the
 // destination's stream has queued, and that stream waits for it. Between host and device, the host waits unless the
 // host's side is pinned and the caller said `non_blocking`; ordinary host memory is copied aside at once, as CUDA does.
-at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
-  if (target.numel() == 0) return target;
+// Since torch 2.13 a new reference to a tensor that Python has may take Python's interpreter lock. A thread that holds it
+// may wait for `lock` here (torch keeps it while an event is recorded), so no reference is made under `lock`.
+void submit_copy(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   auto& device_side = on_sim(source) ? source : target;
   auto& host_side = on_sim(source) ? target : source;
   auto to_device = on_sim(target);
+  auto to = on_host(target), from = on_host(source);
   std::lock_guard<std::mutex> held(lock);
   auto* stream = current_stream(device_side.device().index());
   Operation copy{on_sim(source) && to_device ? "copy" : to_device ? "copy to device" : "copy to host"};
   copy.bytes = target.nbytes();
-  auto to = on_host(target), from = on_host(source);
   auto run = [to, from]() mutable { at::native::copy_(to, from, false); };
   if (on_sim(source) && to_device) {
     copy.run = std::move(run);
@@ -798,7 +799,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     if (other != stream) wait(stream, mark(other));
     submit(stream, std::move(copy));
     if (other != stream) wait(other, mark(stream));
-    return target;
+    return;
   }
   auto* data = static_cast<char*>(const_cast<void*>(host_side.const_data_ptr()));
   auto block = pinned_block(data);
@@ -824,6 +825,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     pending.push_back({stream, stream->submitted});
   }
   if (waits) finish(stream);
+}
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  if (target.numel() > 0) submit_copy(source, target, non_blocking);
   return target;
 }
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
