@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -182,3 +182,37 @@ def summary(results: Sequence[Result]) -> str:
     worst = max(results, key=lambda each: abs(error_of(each)))
     cell = ", ".join(map(str, worst.cell.values()))
     return f"median error {median(errors):.0%}, largest {error_of(worst):+.0%} ({cell}), {len(errors)} cells"
+
+
+def recorded(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """Return the tables of the documentation, in the form of its record of measurements: header, rows and values."""
+    calls = [each for each in results if "op" in each.cell]
+    steps = [each for each in results if "model" in each.cell]
+    sizes = sorted({each.cell["nbytes"] for each in calls})
+    errors = {tuple(each.cell.values()): f"{error_of(each):+.0%}" for each in results}
+    by_op = dict.fromkeys((each.cell["link"], each.cell["op"]) for each in calls)
+    columns = ["measured ms", "simulated ms", "error"]
+    return {
+        "simulated_calls": {
+            "header": ["error of the simulated time", "operation", *map(report.show_size, sizes)],
+            "rows": [[*key, *(errors.get((*key, size), "") for size in sizes)] for key in by_op],
+            "values": _values(calls),
+        },
+        "simulated_steps": {
+            "header": ["link", "model", "hook", *columns],
+            "rows": [
+                [*map(str, each.cell.values()), *_milliseconds(each), errors[(*each.cell.values(),)]] for each in steps
+            ],
+            "values": _values(steps),
+        },
+    }
+
+
+def _milliseconds(result: Result) -> list[str]:
+    return [report.show_time(result.median(name), "ms") for name in (REF, SIMULATED)]
+
+
+def _values(results: Sequence[Result]) -> dict[str, str]:
+    """Return the median and the largest of the errors of each link."""
+    errors = [abs(error_of(each)) for each in results]
+    return {"median": f"{median(errors):.0%}", "largest": f"{max(errors):.0%}"} if errors else {}

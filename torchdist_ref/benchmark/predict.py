@@ -56,6 +56,7 @@ def run(harness: Harness) -> None:
     harness.results.clear()
     harness.head("simulation")
     harness.results += [modeled.with_simulated(each, simulated(network, each)) for each in found]
+    harness.summary = {"tables": modeled.recorded(harness.results)}
 
 
 def simulated(network: Network, result: Result) -> float:
