@@ -259,3 +259,26 @@ def test_a_stream_that_does_not_end_raises_at_the_time_out(device: str) -> None:
     finally:
         contiguous.accelerators.current_stream = original
         dist.destroy_process_group()
+
+
+@on_each_device
+def test_lists_of_tensors_on_several_devices_of_one_process(device: str) -> None:
+    count = min(2, torch.accelerator.device_count())
+
+    def program(rank: int, everywhere: list[torch.device]) -> list[Tensor]:
+        tensors = [late(rank * count + n, 40, where) for n, where in enumerate(everywhere)]
+        dist.all_reduce_multigpu(tensors)
+        given = [late(rank * count + n, 7, where) for n, where in enumerate(everywhere)]
+        dist.broadcast_multigpu(given, 1)
+        reduced = [late(rank * count + n, 7, where) for n, where in enumerate(everywhere)]
+        dist.reduce_multigpu(reduced, 0)
+        own = [late(rank * count + n, 5, where) for n, where in enumerate(everywhere)]
+        rows = [[torch.zeros(5, device=where) for _ in range(RANKS * count)] for where in everywhere]
+        dist.all_gather_multigpu(rows, own)
+        parts = [torch.zeros(3, device=where) for where in everywhere]
+        blocks = [[late(n, 3, where) for n in range(RANKS * count)] for where in everywhere]
+        dist.reduce_scatter_multigpu(parts, blocks)
+        return [*tensors, *given, *(reduced if rank == 0 else []), *(row for each in rows for row in each), *parts]
+
+    wanted = run(program, RANKS, [torch.device("cpu")] * count)
+    check(run(program, RANKS, [torch.device(device, n) for n in range(count)], timeout=60), wanted, True)

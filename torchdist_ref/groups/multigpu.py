@@ -347,7 +347,7 @@ def _entry(name: str, argument: str, tensors: Sequence[Tensor], index: int) -> T
 @outside_modes()
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors as the rows of one."""
-    return torch.stack([tensor.reshape(-1) for tensor in tensors])
+    return torch.stack([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
 
 
 @outside_modes()
@@ -357,7 +357,7 @@ def _combined(name: str, tensors: Sequence[Tensor], op: Any) -> Tensor:
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     local = reduction(word, total.dtype, name)
     for tensor in tensors[1:]:
-        local.into(total, tensor.reshape(total.shape))
+        local.into(total, tensor.reshape(total.shape).to(total.device))
     total = premultiplied(name, total, op) if word == "premul_sum" else total
     return total / len(tensors) if word == "avg" else total
 
