@@ -111,6 +111,7 @@ PARTS = (
     Part("nn", "4 training", (*API, "schedules")),
     Part("optim", "4 training", (*API, "algorithms", "parallel")),
     Part("utilities", "4 training", (*API, "parallel", "algorithms", "nn")),
+    Part("reproducible", "4 training", (*API, "algorithms")),
     Part("pipeline", "4 training", ("errors", "torch_internals")),
     Part("elastic.data", "4 training", API),
     Part(
