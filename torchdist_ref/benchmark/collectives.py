@@ -21,7 +21,6 @@ from torchdist_ref.benchmark.limit import BOUNDS, DIRECT, LIMIT
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
-from torchdist_ref.torch_internals import accelerators
 
 # Bytes. A whole buffer of one element for each rank may be larger than the size that was asked for.
 SPARE_BYTES = 4096
@@ -145,6 +144,7 @@ def _finish_on_device(action: Action) -> None:
 
 def run(harness: Harness) -> None:
     """Measure; print a table for each operation as soon as it is complete."""
+    from torchdist_ref.torch_internals import accelerators
     from torchdist_ref.transports.segment import window_for
 
     settings = harness.settings
