@@ -301,7 +301,7 @@ def messages(moves: Iterable[Move | Run]) -> list[Message]:
 
     >>> from torchdist_ref.schedules import build
     >>> [m.label for m in messages(build("all_reduce", "halving_doubling", 4).rounds[0])]
-    ['data[0-1] +', 'data[0-1] +', 'data[2-3] +', 'data[2-3] +']
+    ['data[0-1] +', 'data[2-3] +', 'data[0-1] +', 'data[2-3] +']
     """
     found: dict[tuple[int, int], Message] = {}
     for item in moves:
