@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -187,3 +188,19 @@ def test_a_slow_rank_computes_longer() -> None:
         return max(values)
 
     assert seconds(Slow(rank=1, at=0.0, factor=50.0)) > 5 * seconds()
+
+
+def test_a_wait_shorter_than_a_microsecond_ends() -> None:
+    """A time-out that is 0.1 µs away was no time at all, so that virtual time stood still before it."""
+
+    def program(rank: int) -> str:
+        try:
+            store, limit = simulation.simulated_store(), timedelta(seconds=10)
+            dist.init_process_group("ref", store=store, rank=rank, world_size=2, timeout=limit)
+        except dist.RankStalledError as error:
+            return str(error)
+        return ""
+
+    plan = [Kill(rank=CULPRIT, operation=2)]
+    result = simulation.run(program, 2, init=False, faults=plan, network=Network(hosts=(0, 0)))
+    assert "did not join in time" in result.values[0]

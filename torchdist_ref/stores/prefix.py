@@ -312,7 +312,8 @@ class WatchedStore(PrefixStore):
         on_disconnect: tuple[str, Text] | None,
     ) -> list[bytes] | None:
         """Return the values of the keys, or None if they do not appear before the next check for failures."""
-        seconds = timedelta(seconds=min(CHECK_SECONDS, deadline.remaining()))
+        # A timedelta has whole microseconds. A wait of none would leave a virtual clock just before the deadline.
+        seconds = max(timedelta.resolution, timedelta(seconds=min(CHECK_SECONDS, deadline.remaining())))
         try:
             return super().wait_get(keys, seconds, publish, on_disconnect)
         except StoreTimeoutError:
