@@ -514,6 +514,9 @@ class NoMemory:
     def run(self, *_: object) -> None:
         raise MemoryError
 
+    def close(self) -> None:
+        """Release nothing."""
+
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])
 def test_the_others_learn_of_a_failure_before_it_is_recorded(name: str) -> None:

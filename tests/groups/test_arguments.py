@@ -157,7 +157,7 @@ def test_new_group_with_different_members_is_a_mismatch_on_all_ranks() -> None:
 
 def test_tensors_of_other_devices_are_refused_by_name() -> None:
     def program(rank: int) -> None:
-        with pytest.raises(dist.UnsupportedError, match=r"'ref' works on tensors of cpu and cuda.*on meta"):
+        with pytest.raises(dist.UnsupportedError, match=r"'ref' works on tensors of the CPU and accelerators.*on meta"):
             dist.all_reduce(torch.ones(3, device="meta"))
 
     run(program, 1)

@@ -10,7 +10,7 @@ reductions follow arrivals, in listed order. A local copy takes `copy` seconds a
 Hosts: between ranks of one host a message is a read by the receiver, with ``local_alpha`` and ``local_beta``, and
 occupies no other rank. Between hosts all ranks of a host share its one network card in each direction.
 
-Few ranks represent all. Where a round repeats itself from rank to rank (`schedule.Pattern`), and the network does too
+Few ranks represent all. If a round repeats itself from rank to rank (`schedule.Pattern`), and the network does too
 (hosts filled in order, with equally many ranks each), the ranks of every host have the same events at the same times
 as those of the first: nothing in the rules above depends on a host's number. So the same clock runs with one host's
 ranks only, rank ``r`` read as ``r % period``, and finds the same times to the last bit. Without hosts that is one
