@@ -201,7 +201,7 @@ def test_on_other_ranks(ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", range(1000, 1050))
 @pytest.mark.parametrize("ranks", ["threads", "processes", "tcp", "simulated"])
-def test_ten_thousand_random_calls(ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(1000, 1050):
-        check(seed, ranks, 50, tmp_path, monkeypatch)
+def test_ten_thousand_random_calls(ranks: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(seed, ranks, 50, tmp_path, monkeypatch)
