@@ -74,9 +74,9 @@ def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
 
 
 def oracle(tensors: list[Tensor], case: Case) -> Tensor:
-    wide = [t.to(WIDE.get(case.dtype, case.dtype)) for t in tensors]
     if case.name in ("MIN", "MAX"):
-        return extreme(torch.stack(wide), case.name).to(case.dtype)
+        return extreme(torch.stack(tensors), case.name)
+    wide = [t.to(WIDE.get(case.dtype, case.dtype)) for t in tensors]
     if case.name == "PREMUL_SUM":
         wide = [(t * torch.tensor(FACTOR, dtype=t.dtype)).to(w.dtype) for t, w in zip(tensors, wide, strict=True)]
     total = tree(wide, torch.mul if case.name == "PRODUCT" else torch.add)
@@ -91,7 +91,7 @@ def extreme(rows: Tensor, name: str) -> Tensor:
     if rows.is_floating_point():
         negative = torch.signbit(rows).any(0) if name == "MIN" else torch.signbit(rows).all(0)
         found = torch.where(negative, -found.abs(), found.abs())
-        found[rows.isnan().any(0)] = torch.nan
+        found.masked_fill_(rows.isnan().any(0), torch.nan)
     return found
 
 
@@ -198,6 +198,22 @@ def test_every_element_has_the_bits_of_the_oracle(seed: int, tmp_path: Path, mon
 @pytest.mark.parametrize("ranks", ["processes", "tcp", "simulated"])
 def test_on_other_ranks(ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(101, ranks, 25, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_minima_have_one_nan_and_ordered_zeros(size: int) -> None:
+    """In vectors and in the elements after them: a conversion of floats makes other NaN there."""
+    nan, least, most = 0x7FC0, -0x8000, 0
+
+    def program(rank: int) -> list[list[int]]:
+        found = []
+        for value in (torch.nan if rank == 1 else 1.0, -0.0 if rank == 1 else 0.0):
+            for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+                dist.all_reduce(tensor := torch.full((45,), value, dtype=torch.bfloat16), op)
+                found.append(tensor.view(torch.int16).unique().tolist())
+        return found
+
+    assert run(program, size) == [[[nan], [nan], [least], [most]]] * size
 
 
 @pytest.mark.long

@@ -40,14 +40,27 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 _STORED_ONLY = re.compile(r"torch\.(bits|q|u?int[1-7]$|float4)")
 # Dtypes that torch stores but does not add or compare, and a dtype that holds all their values; sums wrap alike.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAN = {
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+    torch.float32: 0x7FC00000,
+    torch.float64: 0x7FF8000000000000,
+}
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_FLOAT8, torch.float32)}
 
 
 class Reduction(NamedTuple):
-    """Functions of a reduction: ``into(a, b)`` changes a; ``combine(a, b, out=c)`` writes c."""
+    """Functions of a reduction.
+
+    Attributes:
+        into: ``into(a, b)`` changes a.
+        combine: ``combine(a, b, out=c)`` writes c.
+        is_exact: Whether results are never rounded, so that 16-bit floats need no float32.
+    """
 
     into: Callable[..., Any]
     combine: Callable[..., Any]
+    is_exact: bool = False
 
     def of_two(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a new tensor."""
@@ -158,9 +171,11 @@ def _ordered(name: str) -> Reduction:
         bits = _BITS[a.itemsize]
         sign = join(a.view(bits), b.view(bits)).view(a.dtype)
         torch.copysign(combine(a, b, out=out), sign, out=out)
-        return out.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+        # As integers: conversions between floats make other NaN in vectors than in single elements.
+        out.view(bits).masked_fill_(out != out, _NAN[out.dtype])
+        return out
 
-    return Reduction(_into(of_two), of_two)
+    return Reduction(_into(of_two), of_two, is_exact=True)
 
 
 def _through_signed(name: str) -> Reduction:

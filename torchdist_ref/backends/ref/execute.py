@@ -154,7 +154,7 @@ def reduce(
     if reduction is None or len(operands) == 1:
         target.copy_(operands[0])
         return
-    if target.dtype in WIDENED and (len(operands) > 2 or divisor):
+    if target.dtype in WIDENED and not reduction.is_exact and (len(operands) > 2 or divisor):
         operands = [operand.float() for operand in operands]
     total = combined(operands, reduction.of_two)
     target.copy_(reductions.divide(total, divisor) if divisor else total)

@@ -146,6 +146,7 @@ class StepMaker:
         self._views: dict[int, Views] = {}
         self._reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op, True) if plan.reduction else None
         self._divisor = plan.divisor if plan.divides_at_once else 0
+        self._rounds = self._dtype in WIDENED and self._reduction is not None and not self._reduction.is_exact
         self._on_device = on_device
         # A short slot takes longer to cut out of its tensor than to copy.
         largest = plan.sizes.largest * plan.dtype.itemsize
@@ -180,7 +181,7 @@ class StepMaker:
         operands = [target if index is None else sources[index] for index in order]
         if len(operands) == 1:
             yield self.copy(target, operands[0], count)
-        elif (len(operands) > 2 or self._divisor) and self._dtype in WIDENED:
+        elif self._rounds and (len(operands) > 2 or self._divisor):
             yield self._widened(target, operands, count, self._reduction)
         else:
             # A rank's own operand is read first: the caller may have passed one tensor as input and output.
