@@ -184,6 +184,15 @@ def clients_with_long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConnectionPool, "connect", lambda pool, _: connect(pool, timeouts.Deadline(20.0)))
 
 
+@pytest.fixture(scope="session")
+def parent_of_device_tests() -> None:
+    """Start the process from which tests on the simulated device are forked, before the first of them is watched."""
+    from tests import on_sim
+
+    if not on_sim.missing():
+        on_sim.parent()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process or a thread behind."""

@@ -30,6 +30,7 @@ Place = Callable[[int], torch.device]
 def on_each_device(test: Callable[[str], None]) -> Any:
     """Run a test on simulated devices, in a process of its own, and on CUDA where there is one."""
 
+    @on_sim.NEEDS_PARENT
     @functools.wraps(test)
     def either(device: str) -> None:
         if device == "sim":

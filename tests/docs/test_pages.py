@@ -26,20 +26,21 @@ def skip_newer(page: Path) -> None:
         pytest.skip("needs torch 2.13 to compare with: ReduceOp.PREMUL_SUM(factor)")
 
 
+def run_examples(page: Path) -> None:
+    assert pages.run_page(page) > 0
+
+
 @pytest.mark.parametrize("page", list(pages.markdown_pages()), ids=lambda path: str(path.relative_to(pages.DOCS)))
+@on_sim.NEEDS_PARENT
 def test_markdown_examples_run(page: Path) -> None:
     skip_newer(page)
     if "simulated_device.install(" not in page.read_text(encoding="utf-8"):
-        assert pages.run_page(page) > 0
-        return
-    # The process that runs the page has the device until it ends.
-    if why := on_sim.missing():
+        run_examples(page)
+    elif why := on_sim.missing():
         pytest.skip(why)
-
-    def run() -> None:
-        assert pages.run_page(page) > 0
-
-    on_sim.forked(run)
+    else:
+        # The process that runs the page has the device until it ends.
+        on_sim.parent().call(__name__, "run_examples", (page,), {})
 
 
 @pytest.mark.parametrize(

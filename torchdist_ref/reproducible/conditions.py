@@ -36,6 +36,7 @@ def hazards(model: nn.Module) -> list[str]:
             found.append(f"{name!r} is a {kind}: seed torch's generator before each micro-batch with its number.")
     if torch.get_num_threads() > 1:
         found.append(f"torch uses {torch.get_num_threads()} threads: kernels divide sums by them. Set the same number.")
-    if any(parameter.is_cuda for parameter in model.parameters()) and not torch.are_deterministic_algorithms_enabled():
-        found.append("Kernels of CUDA may be nondeterministic: call torch.use_deterministic_algorithms(True).")
+    on_devices = any(not parameter.is_cpu for parameter in model.parameters())
+    if on_devices and not torch.are_deterministic_algorithms_enabled():
+        found.append("Kernels of devices may be nondeterministic: call torch.use_deterministic_algorithms(True).")
     return found

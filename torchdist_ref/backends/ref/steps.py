@@ -221,7 +221,9 @@ class StepMaker:
         first = yield from self._subtree(large, operands, count, reduction, depth)
         second = yield from self._subtree(small, operands, count, reduction, depth + 1)
         # The memory of peers is known. If there are no peers, it is that of the host.
-        peers = next((each for each in operands if isinstance(each, Tensor)), torch.empty(0))
+        peers = next(
+            (each for each in operands if isinstance(each, Tensor)), torch.empty(0, dtype=self._dtype, device="cpu")
+        )
         result = self._scratch.part(depth, count, self._dtype, peers)
         if isinstance(large, int):
             yield self._combine(result, first, second, count, reduction)

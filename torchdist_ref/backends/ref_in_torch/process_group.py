@@ -532,10 +532,10 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Reduce several tensors of each rank to one, and write it to all of them."""
         check_alike("all_reduce", "tensors", tensors[0], tensors[1:])
         first, *others = (tensor.detach() for tensor in tensors)
-        combine = combination("sum" if name == "avg" else name, first.dtype, "all_reduce").combine
+        reduction = combination("sum" if name == "avg" else name, first.dtype, "all_reduce")
         whole = first
         for other in others:
-            whole = combine(whole, other)
+            whole = reduction.of_two(whole, other)
 
         def copy_back() -> None:
             result = divide(whole, len(tensors)) if name == "avg" else whole
