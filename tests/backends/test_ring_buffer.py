@@ -97,7 +97,7 @@ def test_nothing_is_written_before_the_readers_are_done(
     link.acquire = look
     compiled = CompiledRound(writes=(write,), signals=(), waits=(), steps=(), releases=(), readers=())
     rounds = SimpleNamespace(nbytes=0, by_location=lambda *_: dict.fromkeys(range(4), (compiled,)))
-    monkeypatch.setattr(fast, "StagedRounds", lambda link, plan: rounds)
+    monkeypatch.setattr(fast, "StagedRounds", lambda *_: rounds)
     executor = fast.FastExecutor(link)
     being_read(executor.ring, seen, ready=False)
     plan: Any = SimpleNamespace(windows=windows, rounds=[()], text="a call", record=None)

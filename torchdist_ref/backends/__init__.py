@@ -37,7 +37,7 @@ def _register() -> None:
     # package may register its device later, and then calls this again.
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    if c10d.Backend.backend_capability.get("ref") != devices:
+    if not hasattr(c10d.Backend, "REF") or c10d.Backend.backend_capability.get("ref") != devices:
         c10d.Backend.register_backend("ref", _create, extended_api=True, devices=devices)
 
 

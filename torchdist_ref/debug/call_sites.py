@@ -236,6 +236,10 @@ class SiteComparingExecutor:
         if sites and event is not None:
             self._sites.compare(event.call, event.text, number, sites)
 
+    def close(self) -> None:
+        """Release what the executor holds."""
+        self._executor.close()
+
     # A store that has gone must not fail a call that has not.
 
     def _write(self, key: str, value: str) -> None:
