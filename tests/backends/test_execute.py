@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from tests.backends.device_stand_in import current_stream, instead_of_cuda, on_device, seen_by_host, to_be_doubled
+from tests.backends.device_stand_in import current_stream, on_device, seen_by_host, stand_in, to_be_doubled
 from tests.covering import covering
 from torchdist_ref.backends.ref import execute
 from torchdist_ref.schedules import catalogue
@@ -212,7 +212,7 @@ def on_tensors_of_a_device(rank: int) -> list[Tensor]:
 
 
 def test_tensors_of_a_device_are_staged_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    instead_of_cuda(monkeypatch)
+    stand_in(monkeypatch)
     fast, reference = both(monkeypatch, on_tensors_of_a_device, 2)
     assert all(map(same, fast, reference))
     assert torch.equal(reference[0][0], 2 * (values(0, 1000, torch.float32) + values(1, 1000, torch.float32)))

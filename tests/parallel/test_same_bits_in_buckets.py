@@ -15,8 +15,11 @@ SIZES = (0.0001, 0.003, 0.05, 25)
 
 
 def gradients(rank: int, bucket_cap_mb: float, view: bool) -> dict[str, Tensor]:
-    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(37, 101), nn.Tanh(), nn.Linear(101, 53), nn.Tanh(), nn.Linear(53, 3))
+    # Ranks are threads here, which share torch's generator: each draws from one of its own.
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=generator)
     parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=view)
     for step in range(2):  # buckets are rebuilt after the first
         model.zero_grad()

@@ -166,7 +166,8 @@ def _ordered(name: str) -> Reduction:
     combine = _TABLE[name].combine
     join = torch.bitwise_or if name == "min" else torch.bitwise_and
 
-    def of_two(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    def of_two(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(a) if out is None else out
         # A minimum is negative if an operand is, a maximum if both are.
         bits = _BITS[a.itemsize]
         sign = join(a.view(bits), b.view(bits)).view(a.dtype)
