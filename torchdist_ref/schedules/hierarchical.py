@@ -6,6 +6,9 @@ algorithms serve there; between the leaders the classic ones do. The root, if th
 Operations on blocks send what is meant for another host through both hosts' leaders. So between two hosts there is
 one message of many blocks in each direction, instead of one per pair of ranks. Blocks in transit are in scratch slots.
 
+A reduction has the `reduction_tree` if each host is a subtree of it (`reduction_tree.are_subtrees`). On other hosts it
+has another one, so `choose` picks another algorithm there, and this one runs only where it is asked for.
+
 With ``h`` hosts: steps of the outer algorithm on ``h`` ranks, plus one or two rounds within the hosts.
 Source: Karonis et al., "Exploiting hierarchy in parallel computer networks", 2000; MPICH's and NCCL's trees;
 Träff, "Improved MPI all-to-all communication on a Giganet SMP cluster", 2002.
