@@ -21,6 +21,7 @@ from torchdist_ref import nn as nn
 from torchdist_ref import optim as optim
 from torchdist_ref import parallel as parallel
 from torchdist_ref import pipeline as pipeline
+from torchdist_ref import reproducible as reproducible
 from torchdist_ref import simulation as simulation
 from torchdist_ref import stores as stores
 from torchdist_ref import testing as testing

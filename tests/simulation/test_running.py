@@ -166,6 +166,29 @@ def waits(rank: int) -> Any:
     return None
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_rank_draws_its_own_random_numbers(seed: int) -> None:
+    def program(rank: int) -> list[float]:
+        torch.manual_seed(5)
+        drawn = [torch.rand(1).item()]
+        for number in range(3):
+            dist.barrier()
+            # Ranks run in turns here, and draw unequally often.
+            drawn.extend(torch.rand(1 + rank * number % 2).tolist()[:1])
+        return drawn
+
+    def alone(rank: int) -> list[float]:
+        generator = torch.Generator().manual_seed(5)
+        counts = [1, *(1 + rank * number % 2 for number in range(3))]
+        return [torch.rand(count, generator=generator)[0].item() for count in counts]
+
+    before = torch.get_rng_state()
+    assert simulation.run(program, 4, seed=seed).values == [alone(rank) for rank in range(4)]
+    assert torch.equal(torch.get_rng_state(), before)
+    untouched = simulation.run(lambda rank: torch.rand(1).item(), 3, seed=seed).values
+    assert untouched == [torch.rand(1).item()] * 3
+
+
 def test_a_time_out_of_half_an_hour_passes_in_virtual_time() -> None:
     values = simulation.run(waits, 3).values
     assert values[1] == (3600.0, 3600.0)

@@ -172,7 +172,8 @@ def first_difference(
         >>> runs = Fingerprints(), Fingerprints()
         >>> for step in range(5):
         ...     for number, record in enumerate(runs):
-        ...         record.add({"weight": torch.full((2,), 1.0), "bias": torch.full((2,), 1.0 + number * (step > 2))})
+        ...         bias = torch.full((2,), 1.0 + number * (step > 2))
+        ...         record.add({"weight": torch.ones(2), "bias": bias})
         >>> found = first_difference(*runs)
         >>> found.step, found.name
         (3, 'bias')

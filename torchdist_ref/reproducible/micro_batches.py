@@ -60,7 +60,8 @@ class MicroBatches:
         ...             model(torch.randn(4, 5, generator=generator)).square().mean().backward()
         ...         optimizer.step()
         ...     return model.module.weight.tolist()
-        >>> run(program, 1)[0] == run(program, 2)[0] == run(program, 8)[7]
+        >>> weights = [run(program, size, ranks="processes")[-1] for size in (1, 2, 8)]
+        >>> weights[0] == weights[1] == weights[2]
         True
     """
 

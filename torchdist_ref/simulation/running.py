@@ -51,7 +51,8 @@ def run(
 
     Ranks are threads of which one runs at a time. The default group, the stores, collectives, messages and their
     failures are the library's own; only the bytes travel in virtual time. Locks, queues, threads and clocks of Python
-    that the program uses are simulated too, for its ranks alone. Not simulated: sockets, processes, torch's backends.
+    that the program uses are simulated too, for its ranks alone. Each rank has a state of torch's default generator of
+    its own, which begins as this process's. Not simulated: sockets, processes, torch's backends.
 
     Args:
         fn: Function; any callable, also a local function or lambda.

@@ -177,6 +177,7 @@ class Scheduler:
         current: Task with the baton.
         on_quiet: Function to call when only time-outs are left.
         on_task_start: Function to call on the thread of each task, when it starts.
+        on_turn: Function to call with the owner of the task that gets the baton, before it does.
         on_step: Function to call with the running task before each operation that others can notice.
         on_task_error: Function that gets a task that raised, and the traceback as text.
         is_over: Whether the run has ended, so that tasks which are still there have to leave.
@@ -194,6 +195,7 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.on_quiet: Callable[[], None] = lambda: None
         self.on_task_start: Callable[[], None] = lambda: None
+        self.on_turn: Callable[[int], None] = lambda owner: None
         self.on_step: Callable[[Task], None] = lambda task: None
         self.on_task_error: Callable[[Task, str], None] = lambda task, text: None
         self.is_over = False
@@ -419,6 +421,7 @@ class Scheduler:
             self.stop_run()
             return
         self.order.update(b"%d;" % following.owner)
+        self.on_turn(following.owner)
         following.resume()
 
     def _next(self) -> Task | None:
@@ -479,6 +482,7 @@ class Scheduler:
         if first is None:
             return
         self.current = first
+        self.on_turn(first.owner)
         first.resume()
         stuck: Task | None = None
         try:
