@@ -49,6 +49,7 @@ extensions = [
     "player",
     "reduction_trees",
     "collective_pages",
+    "curriculum",
     "error_index",
     "head_tags",
     "workbench",
@@ -87,10 +88,14 @@ myst_heading_anchors = 3
 nbsphinx_execute = "never"
 nbsphinx_requirejs_path = ""
 nbsphinx_prolog = """
+.. lesson:: {{ env.docname.split('/')[-1] }}
+
 .. note::
 
    This page is a notebook that ran on real ranks when the site was built:
-   :download:`download it with its data <{{ env.docname.split('/')[-1] }}.zip>`.
+   :download:`download it with its data <{{ env.docname.split('/')[-1] }}.zip>`. To run it, install Jupyter Lab or
+   another program that opens notebooks, and the library with what its notebooks use:
+   ``pip install -e ".[notebook]"`` in a copy of the project, after the CPU build of torch (:doc:`/tutorials/index`).
 """
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

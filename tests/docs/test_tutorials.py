@@ -12,11 +12,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import curriculum
 import nbformat
 import pytest
 
 from tests.docs import pages
 
+LINK = re.compile(r"\]\((\w+)\.ipynb\)")
+PARTS = curriculum.PARTS
 TUTORIALS = sorted((pages.ROOT / "tutorials").glob("*.ipynb"))
 # These measure or train from the first cell to the last; the others end with exercises.
 WITHOUT_EXERCISES = {"01_ranks_stores_groups", "04_train_digits", "08_when_compression_pays"}
@@ -43,6 +46,42 @@ def text(path: Path, kind: str) -> str:
 def test_the_index_lists_every_tutorial_in_order() -> None:
     listed = re.findall(r"^\d\d_\w+$", (pages.DOCS / "tutorials" / "index.md").read_text("utf-8"), re.MULTILINE)
     assert listed == [path.stem for path in TUTORIALS]
+
+
+def test_each_lesson_says_what_it_is_for_and_names_earlier_ones() -> None:
+    known = curriculum.lessons()
+    assert list(known) == [path.stem for path in TUTORIALS] and {each.part for each in known.values()} == {*PARTS}
+    for each in known.values():
+        assert each.goal.endswith(".") and 20 < len(each.goal) < 100 and len(each.short) <= 20
+        assert each.minutes > 0 and all(name < each.name for name in each.after), each
+
+
+def test_what_to_read_first_is_what_the_first_cell_links_to() -> None:
+    for path in TUTORIALS:
+        first = "".join(cells(path)[0]["source"])
+        linked = [name for line in re.findall(r"^Read .*first", first, re.M) for name in LINK.findall(line)]
+        assert linked == curriculum.lessons()[path.stem].after or not linked, path.name
+
+
+def test_the_map_has_a_place_for_each_tutorial_and_an_arrow_for_each_that_comes_before() -> None:
+    known = curriculum.lessons()
+    drawn = curriculum.svg(known)
+    assert len({*curriculum.places(known).values()}) == len(known) == drawn.count("<rect")
+    assert drawn.count("<path") == sum(len(each.after) for each in known.values())
+
+
+def test_an_exercise_names_the_arguments_that_its_check_passes() -> None:
+    for path in TUTORIALS:
+        asked = dict(re.findall(r"\bWrite (?:a function )?`(\w+)\(([^)`]*)\)`", text(path, "markdown")))
+        for name, arguments in asked.items():
+            found = re.search(rf"(?:def|class) {name}(?:\(|:)([^)]*)\)?:?", text(path, "code"))
+            assert found is not None, (path.name, name)
+            if f"def {name}(" in text(path, "code"):
+                assert names_of(arguments) == names_of(found[1]), (path.name, name, found[1])
+
+
+def names_of(arguments: str) -> list[str]:
+    return [each.partition("=")[0].strip() for each in arguments.split(",") if each.strip()]
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

@@ -9,9 +9,6 @@ Python's `random` and NumPy's global generator stay shared: their states take lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -34,10 +31,6 @@ class Generators:
         self._generator.set_state(self._states.get(rank, self._before))
         self._rank = rank
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Give the process its own state back after the block."""
-        try:
-            yield
-        finally:
-            self._generator.set_state(self._before)
+    def restore(self) -> None:
+        """Give the process its own state back."""
+        self._generator.set_state(self._before)

@@ -24,7 +24,6 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledEr
 from torchdist_ref.groups import world as worlds
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
-from torchdist_ref.simulation.generators import Generators
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
 from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refusing
@@ -111,16 +110,7 @@ class OneRun:
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
         program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
         programs = [program] if program else []
-        generators = Generators()
-        scheduler.on_turn = generators.change_to
-        with (
-            _collected_at_fixed_points(),
-            _one_thread(),
-            generators.restored(),
-            refusing(),
-            installed(programs),
-            transport(self.world),
-        ):
+        with _collected_at_fixed_points(), _one_thread(), refusing(), installed(programs), transport(self.world):
             with building(scheduler):
                 store = SimulatedStore(self.world)
             for rank in range(self.size):

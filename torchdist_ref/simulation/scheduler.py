@@ -34,6 +34,8 @@ from time import thread_time
 from types import FrameType
 from typing import Any, NoReturn
 
+from torchdist_ref.simulation.generators import Generators
+
 EVENT, TIMEOUT = 0, 1
 """Kinds of entries in the queue of times. Time-outs are no progress: where only they are left, ranks wait in vain."""
 FAR_SECONDS = 1.0e7
@@ -177,7 +179,6 @@ class Scheduler:
         current: Task with the baton.
         on_quiet: Function to call when only time-outs are left.
         on_task_start: Function to call on the thread of each task, when it starts.
-        on_turn: Function to call with the owner of the task that gets the baton, before it does.
         on_step: Function to call with the running task before each operation that others can notice.
         on_task_error: Function that gets a task that raised, and the traceback as text.
         is_over: Whether the run has ended, so that tasks which are still there have to leave.
@@ -195,7 +196,6 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.on_quiet: Callable[[], None] = lambda: None
         self.on_task_start: Callable[[], None] = lambda: None
-        self.on_turn: Callable[[int], None] = lambda owner: None
         self.on_step: Callable[[Task], None] = lambda task: None
         self.on_task_error: Callable[[Task, str], None] = lambda task, text: None
         self.is_over = False
@@ -204,6 +204,7 @@ class Scheduler:
         self.slow: dict[int, float] = {}
         self.occupy: Callable[[int, float], float] = lambda owner, seconds: self.now + seconds
         self._ready: deque[Task] = deque()
+        self._generators = Generators()
         self._held: dict[int, list[Task]] = {}
         self._dead: set[int] = set()
         self._events: list[tuple[float, int, int, Callable[[], object] | tuple[Task, int]]] = []
@@ -421,7 +422,7 @@ class Scheduler:
             self.stop_run()
             return
         self.order.update(b"%d;" % following.owner)
-        self.on_turn(following.owner)
+        self._generators.change_to(following.owner)
         following.resume()
 
     def _next(self) -> Task | None:
@@ -482,7 +483,7 @@ class Scheduler:
         if first is None:
             return
         self.current = first
-        self.on_turn(first.owner)
+        self._generators.change_to(first.owner)
         first.resume()
         stuck: Task | None = None
         try:
@@ -494,6 +495,7 @@ class Scheduler:
             raise
         finally:
             self.finish(stuck)
+            self._generators.restore()
 
     def stop_run(self) -> None:
         """End the run: no task continues."""

@@ -52,8 +52,8 @@ def run(
         *args: Further arguments. All ranks receive the same objects (process ranks: copies of them).
         backend: Backend of the default group, as for `torchdist_ref.init_process_group`.
         ranks: ``"threads"`` of this process, which share its generator of random numbers: what one of them draws after
-            `torch.manual_seed` depends on the others. Or ``"processes"`` forked from it, with torch already loaded and one
-            compute thread each. If this process has started an accelerator, which no fork survives, they are new
+            `torch.manual_seed` depends on the others. ``"processes"`` are forked from it, with torch already loaded and
+            one compute thread each. If this process has started an accelerator, which no fork survives, they are new
             processes, which import the function from its module. The output of process ranks appears when all have
             ended, in rank order, each line with its rank. ``"simulated"`` are those of `torchdist_ref.simulation.run`,
             on virtual time.
