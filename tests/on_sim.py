@@ -105,6 +105,8 @@ def parent() -> Parent:
 
 def serve(descriptor: int) -> None:
     """Run calls until the stream ends."""
+    # Each optimizer's first step would import it, 3 s in each forked process.
+    importlib.import_module("torch._dynamo")
     stream = socket.socket(fileno=descriptor).makefile("rwb")
     while True:
         try:

@@ -1,8 +1,4 @@
-"""Every call with tensors on devices, with the values that the same program has on the CPU.
-
-The device is simulated (`torchdist_ref.testing.simulated_device`): what runs too early there has wrong numbers every
-time. On a machine with GPUs, ``pytest -m gpu`` runs the same tests on CUDA. Ranks are threads, each on its own device.
-"""
+"""Every call with tensors on devices, with the values that the same program has on the CPU: see `tests.on_devices`."""
 
 from __future__ import annotations
 
@@ -17,75 +13,9 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from tests import on_sim
+from tests.on_devices import RANKS, check, late, on_each_device, same_as_on_cpu
 from torchdist_ref.backends.ref import contiguous
-from torchdist_ref.testing import fill, run
-
-RANKS = 2
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-Place = Callable[[int], torch.device]
-"""Device of a rank."""
-
-
-def on_each_device(test: Callable[[str], None]) -> Any:
-    """Run a test on simulated devices, in a process of its own, and on CUDA where there is one."""
-
-    @on_sim.NEEDS_PARENT
-    @functools.wraps(test)
-    def either(device: str) -> None:
-        if device == "sim":
-            on_sim.on_sim(test)(device)
-        elif torch.cuda.is_available():
-            test(device)
-        else:
-            pytest.skip("needs a CUDA device")
-
-    return pytest.mark.parametrize("device", ["sim", CUDA])(either)
-
-
-def on_cpu(rank: int) -> torch.device:
-    return torch.device("cpu")
-
-
-def places(device: str) -> Place:
-    """Return the device of each rank: one for each where there are enough."""
-    count = torch.accelerator.device_count()
-    return lambda rank: torch.device(device, rank % count)
-
-
-def same_as_on_cpu(
-    device: str, program: Callable[[int, torch.device], Any], exact: bool = True, ranks: int = RANKS
-) -> None:
-    """Run a program on the CPU and on devices; all tensors that it returns have the same values."""
-
-    def placed(rank: int, place: Place) -> Any:
-        where = place(rank)
-        if where.type != "cpu":
-            torch.accelerator.set_device_index(where.index)
-        return program(rank, where)
-
-    wanted, got = (run(placed, ranks, place, timeout=60) for place in (on_cpu, places(device)))
-    check(got, wanted, exact)
-
-
-def check(got: Any, wanted: Any, exact: bool) -> None:
-    if isinstance(wanted, Tensor):
-        assert got.device.type != "cpu" or wanted.numel() == 0 or exact is None, got.device
-        if exact:
-            assert torch.equal(got.cpu(), wanted), (got.cpu(), wanted)
-        else:
-            torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-5)
-    elif isinstance(wanted, list | tuple):
-        assert len(got) == len(wanted)
-        for one, other in zip(got, wanted, strict=True):
-            check(one, other, exact)
-    else:
-        assert got == wanted
-
-
-def late(rank: int, count: int, where: torch.device) -> Tensor:
-    """Return a tensor that the device has yet to compute."""
-    return fill(rank, (count,)).to(where) * 2 + 1
+from torchdist_ref.testing import run
 
 
 def every_collective(rank: int, where: torch.device, async_op: bool) -> list[Tensor]:

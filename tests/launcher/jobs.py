@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchdist_ref.elastic.utils.store import synchronize
 
+import torchdist_ref as dist
 from torchdist_ref.errors import RankDiedError
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import TCPStore
+from torchdist_ref.testing import fill, simulated_device
 
 ENVIRONMENT = (
     "RANK",
@@ -157,3 +160,14 @@ def put_and_fill(rank: int, queue: Any, tensor: Any) -> None:
 
 def wait_for_event(rank: int, event: Any) -> None:
     event.wait()
+
+
+def summed_on_device() -> tuple[str, list[float]]:
+    """Return the device of the local rank, and the sum of two ranks' tensors there."""
+    simulated_device.install()
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    tensor = fill(dist.get_rank(), (5,)).to("sim") * 2
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return str(tensor.device), tensor.tolist()

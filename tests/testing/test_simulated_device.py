@@ -87,6 +87,19 @@ def test_gradients_are_those_of_the_cpu() -> None:
 
 
 @on_sim
+def test_batch_normalization_updates_its_running_statistics() -> None:
+    """torch's operator does not say that it writes them, so they stayed as they were."""
+    layers = [torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3).to("sim"), torch.nn.BatchNorm2d(3).to("sim")]
+    layers[2].track_running_stats, layers[2].running_mean, layers[2].running_var = False, None, None
+    host = fill(1, (4, 3, 2, 2))
+    expected, found, untracked = (layer(host.to(next(layer.parameters()).device)) for layer in layers)
+    assert torch.equal(found.cpu(), expected) and torch.equal(untracked.cpu(), expected)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(getattr(layers[1], name).cpu(), getattr(layers[0], name)), name
+    assert torch.equal(layers[1].eval()(host.to("sim")).cpu(), layers[0].eval()(host))
+
+
+@on_sim
 def test_a_side_stream_sees_old_memory_without_an_event_and_new_with_it() -> None:
     source, side = torch.ones(4, device="sim"), sim.Stream()
     with sim.stream(side):

@@ -18,9 +18,9 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -444,12 +444,30 @@ def thread_rank() -> Iterator[World]:
     True
     """
     world = World()
+    with _within(world):
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+@contextmanager
+def _within(world: World) -> Iterator[None]:
     reset = _of_context.set(world)
     try:
-        yield world
+        yield
     finally:
-        world.close()
         _of_context.reset(reset)
+
+
+def same_rank() -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes a context in which any thread belongs to the caller's rank.
+
+    Autograd has a thread for each accelerator, which it shares among all ranks that are threads: functions of a program
+    that it calls there would find no default group.
+    """
+    world = _of_context.get()
+    return nullcontext if world is None else partial(_within, world)
 
 
 def abort(reason: str) -> None:

@@ -116,13 +116,14 @@ class HookExchange:
         self.state = state
         self.rank = groups.get_rank(group)
         self._group = groups.world.resolve(group)
+        self._same_rank = groups.world.same_rank()
         self.timeout_seconds = timeout_seconds(group)
         self.name = _name(hook)
 
     def launch(self, bucket: LaunchedBucket) -> tuple[GradBucket, Future[torch.Tensor]]:
         """Call the hook. Its communication continues behind the Future."""
         shown = bucket.grad_bucket()
-        with aborted_on_hook_failure(self._group, self.state):
+        with self._same_rank(), aborted_on_hook_failure(self._group, self.state):
             try:
                 future: Any = self.hook(self.state, shown)
             except Exception as error:

@@ -14,7 +14,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, add_note, explain
 from torchdist_ref.pipeline.checkpoint import OwnRandomNumbers, checkpoint, random_state
 from torchdist_ref.pipeline.skip import Skips, crossing, using
+from torchdist_ref.torch_internals import accelerators
 
 __all__ = ["Batch", "NoChunk", "Pipeline", "clock_cycles", "draw", "gather", "scatter"]
 
@@ -316,12 +317,18 @@ def _with_gradient(batch: Batch) -> Tensor | None:
 
 
 def _in_callers_modes(task: Callable[[], Batch], device: torch.device) -> Callable[[], Batch]:
-    """Return a function for another thread that runs a task with this thread's context, gradient mode and autocast."""
+    """Return a function for another thread that runs a task in this thread's modes.
+
+    They are the context, the gradient mode, autocast, and the stream of the task's device: another thread's current one
+    would not wait for what this thread has submitted.
+    """
+    stream = accelerators.current_stream(device) if accelerators.is_accelerator(device) else None
     context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
     def run() -> Batch:
-        with torch.set_grad_enabled(gradients), torch.autocast(device.type, dtype, enabled):
+        on_stream = nullcontext() if stream is None else accelerators.on_stream(stream)
+        with torch.set_grad_enabled(gradients), torch.autocast(device.type, dtype, enabled), on_stream:
             return task()
 
     return lambda: context.run(run)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import backend_registration
 
-from torchdist_ref.testing.simulated_device import torch_sim
+from torchdist_ref.testing.simulated_device import batch_norm, torch_sim
 from torchdist_ref.testing.simulated_device.building import BuildError, build
 
 __all__ = ["BuildError", "StreamSpan", "delay", "install", "timeline"]
@@ -88,6 +88,7 @@ def install(devices: int = 4, delay: str | int = "late", memory: int = 16 << 30)
         torch._register_device_module("sim", torch_sim)  # noqa: SLF001
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         sys.modules["torch.sim"] = torch_sim
+        batch_norm.register()
         installed.update(wanted)
     set_delay(delay)
     return torch_sim

@@ -37,6 +37,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_native_batch_norm_legit.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/add_cpu_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
@@ -916,6 +917,18 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// torch's older operator for batch normalization does not say that it writes the running statistics, so the fallback
+// would drop them. The newer one, which says it, computes the same.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double epsilon) {
+  if (!mean || !mean->defined())
+    return at::_native_batch_norm_legit(input, weight, bias, training, momentum, epsilon);
+  auto running_mean = *mean, running_variance = *variance;
+  return at::_native_batch_norm_legit(input, weight, bias, running_mean, running_variance, training, momentum, epsilon);
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -940,6 +953,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("sub.out", &sub);
   m.impl("mul.out", &mul);
   m.impl("div.out", &div);
+  m.impl("native_batch_norm", &batch_norm);
 }
 
 // A lazy conjugate or negative is resolved by a copy, so the copy itself must take it as it is.
@@ -1063,6 +1077,7 @@ TORCH_LIBRARY(simulated_device, m) {
   m.def("device_count", [] { return static_cast<int64_t>(settings.devices); });
   m.def("default_generator", [](int64_t device) { return default_generator(check_index(device)); });
   m.def("in_bad_fork", [] { return forked; });
+  m.def("is_used", [] { return used; });
 }
 
 }  // namespace

@@ -64,8 +64,8 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return True: there is nothing to initialize."""
-    return True
+    """Return whether this process has used a device, so that a process forked now could not use one."""
+    return bool(ops().is_used())
 
 
 def init() -> None:
