@@ -66,6 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SignalException: A signal ended the job. Both are torch's exceptions too if torch is installed.
 
     Example:
+        >>> from torchdist_ref.launch import main
         >>> from torchdist_ref.launcher.child_failures import ChildFailedError
         >>> try:
         ...     main(["--nproc-per-node", "2", "--no-python", "false"])

@@ -53,6 +53,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     Raises:
         RuntimeError: the scheme has a handler already.
 
+    >>> from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
     >>> from torchdist_ref.stores import HashStore
     >>> def alone(url, **options):
     ...     yield HashStore(), 0, 1

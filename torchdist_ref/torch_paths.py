@@ -322,8 +322,10 @@ def _description(path: str) -> str:
     names = names_at(path)
     homes = ", ".join(f"`{home}`" for home in dict.fromkeys(names.values()))
     listed = ", ".join(_children(path))
-    below = f" Modules below: {listed}." if listed else ""
-    return f"Import path of torch's; its names live in {homes}.{below}" if names else f"Package of torch's.{below}"
+    if names:
+        below = f" Modules below: {listed}." if listed else ""
+        return f"Import path of torch's; its names live in {homes}.{below}"
+    return f"Package of torch's, with the modules {listed}."
 
 
 def _value(path: str, name: str) -> Any:

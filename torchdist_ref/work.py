@@ -351,6 +351,7 @@ class Work:
         source: For a receive, group rank of the sender; -1 as long as it is not known.
         awaited: Function that returns the ranks that the call waits for; None where the backend does not know them.
 
+    >>> from torchdist_ref import Work
     >>> work = Work("all_reduce", [])
     >>> work.is_completed()
     False

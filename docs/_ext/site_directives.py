@@ -73,7 +73,7 @@ def run_before_reading(app: Sphinx, directive: str, program: Callable[[], object
 
 
 def table(kind: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
-    """Build a table node; text in it is plain, the kind is for the style sheet."""
+    """Build a table node; backticks enclose code in its text, the kind is for the style sheet."""
     group = nodes.tgroup(cols=len(header))
     group += [nodes.colspec(colwidth=1) for _ in header]
     group += nodes.thead("", row(header))
@@ -83,7 +83,13 @@ def table(kind: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> no
 
 def row(cells: tuple[str, ...]) -> nodes.row:
     """Build one row of a table."""
-    return nodes.row("", *[nodes.entry("", nodes.paragraph("", cell)) for cell in cells])
+    return nodes.row("", *[nodes.entry("", nodes.paragraph("", "", *with_code(cell))) for cell in cells])
+
+
+def with_code(text: str) -> list[nodes.Node]:
+    """Return plain text in which backticks enclose code, one or two of them on each side."""
+    parts = re.split(r"(``.+?``|`[^`]+`)", text)
+    return [nodes.literal("", part.strip("`")) if part.startswith("`") else nodes.Text(part) for part in parts if part]
 
 
 def picture(svg: str, caption: str) -> nodes.figure:
@@ -347,7 +353,7 @@ def listed(found: dict[str, Any], key: str) -> list[nodes.Node]:
     texts = [f"{count} x {why}" for why, count in found[key].items()] if key == "reasons" else found[key]
     if not texts:
         return []
-    items = [nodes.list_item("", nodes.paragraph("", text)) for text in texts]
+    items = [nodes.list_item("", nodes.paragraph("", "", *with_code(text))) for text in texts]
     title = f"{TITLES[key]} with Python {found['python']} and torch {found['torch']}:"
     return [nodes.paragraph("", title), nodes.bullet_list("", *items)]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 NAMES = Path(__file__).parents[1] / "_inventories" / "documented_names.txt"
+OPERATORS = Path(__file__).parents[1] / "reference" / "distributed" / "collectives.rst"
 OURS = (
     ("pytorch_lightning.utilities.distributed", "torchdist_ref.utilities.distributed"),
     ("torch.nn.parallel.DistributedDataParallel", "torchdist_ref.DistributedDataParallel"),
@@ -61,15 +63,41 @@ def torch_name(name: str) -> str | None:
     return None
 
 
+@cache
+def written_entries() -> dict[str, str]:
+    """Return the first paragraphs of the classes and attributes that a page documents by hand, by name.
+
+    The operators are objects of torch without a docstring of their own.
+    """
+    found, owner = {}, ""
+    lines = OPERATORS.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        entry = re.match(r"( *)\.\. py:(class|attribute):: (\w+)", line)
+        if entry:
+            owner = entry[3] if entry[2] == "class" else owner
+            name = owner if entry[2] == "class" else f"{owner}.{entry[3]}"
+            below = "\n".join(lines[number + 1 :]).lstrip("\n")
+            found[f"torchdist_ref.{name}"] = below.partition("\n\n")[0]
+    return found
+
+
 def summary(name: str) -> str:
-    """Return the first sentence of an object's docstring as plain text."""
+    """Return the first sentence of what documents an object, as plain text."""
+    if name in written_entries():
+        return first_sentence(written_entries()[name])
     try:
         value = foreign_names.load(name)
     except AttributeError:
         return ""
     if not (callable(value) or inspect.ismodule(value) or isinstance(value, property)):
         return f"Constant: {value!r}."
-    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    text = first_sentence((inspect.getdoc(value) or "").split("\n\n")[0])
+    return text or "torch's own, with the same arguments as there; torch does not document it."
+
+
+def first_sentence(paragraph: str) -> str:
+    """Return the first sentence of a paragraph of a docstring, as plain text."""
+    text = " ".join(paragraph.split())
     text = re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":")
     return re.sub(r":\w+:`~?(?:\w+\.)*([\w ]+)`", r"\1", text).replace("``", "").replace("`", "")
 

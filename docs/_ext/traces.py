@@ -306,7 +306,7 @@ def setup(app: Any) -> dict[str, Any]:
     """Register the directive and the source pages with Sphinx."""
     from docutils import nodes
     from docutils.parsers.rst import Directive
-    from site_directives import run_before_reading
+    from site_directives import run_before_reading, with_code
 
     class TraceDirective(Directive):
         """A table of the hops of one call."""
@@ -341,7 +341,7 @@ def setup(app: Any) -> dict[str, Any]:
                 nodes.paragraph("", str(number)),
                 nodes.paragraph("", "", nodes.literal("", hop.file)),
                 nodes.paragraph("", "", link),
-                nodes.paragraph("", summary(hop)),
+                nodes.paragraph("", "", *with_code(summary(hop))),
             ]
             return nodes.row("", *[nodes.entry("", cell) for cell in cells])
 

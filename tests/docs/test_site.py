@@ -3,6 +3,8 @@
 Reads the site of `nox -s docs`, and is skipped where there is none of these sources. `.ci/run` builds it first.
 """
 
+import ast
+import builtins
 import hashlib
 import html
 import json
@@ -269,6 +271,119 @@ def test_names_of_torch_are_links(site: Path, parsed: dict[Path, Page]) -> None:
     assert counted["torch.Tensor"] > 100 and counted["torch.futures.Future"] > 10
     assert counted["torch.nn.Module"] and counted["torch.distributed.all_reduce"]
     assert (foreign_names.INVENTORIES / "torch.inv").read_bytes() == foreign_names.inventory()
+
+
+class Prose(HTMLParser):
+    """The text of a page outside code, blocks of code, and scripts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.within: list[str] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("code", "pre", "script", "style", "kbd", "math"):
+            self.within.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.within and self.within[-1] == tag:
+            self.within.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.within:
+            self.text += data
+
+
+UNREADABLE = {
+    "an address of an object": r"object at 0x[0-9a-f]+",
+    "a bare backtick": r"`",
+    "a role that was not resolved": r":(?:func|class|meth|mod|doc|ref|exc|data):",
+    "a folder of the machine that built the site": re.escape(str(pages.ROOT)) + r"(?!\w)",
+}
+
+
+def test_no_text_shows_what_only_a_program_can_read(site: Path) -> None:
+    read = [path for path in site.rglob("*.html") if not {"_modules", "_static", "source"} & set(path.parts)]
+    assert len(read) > 120
+    found = [
+        (path.name, kind, prose[max(0, match.start() - 40) : match.end() + 40])
+        for path in read
+        for prose in [Prose(path).text]
+        for kind, pattern in UNREADABLE.items()
+        for match in re.finditer(pattern, prose)
+    ]
+    assert not found
+
+
+def test_no_entry_says_nothing_but_that_it_has_members(site: Path) -> None:
+    says = re.compile(r"<dt id=\"([^\"]+)\">.*?</dt><dd>(?:<p>)?(Members|Package of torch's\.)?(?:</p>)?</dd>")
+    rows = [found for path in (site / "reference").rglob("*.html") for found in says.findall(path.read_text("utf-8"))]
+    assert not rows
+
+
+class Examples(HTMLParser):
+    """The examples with prompts inside the entries of a page, each with the name of its entry."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+        self.lists: list[bool] = []
+        self.entry = ""
+        self.text: list[str] | None = None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag == "dl":
+            self.lists.append("py" in given.get("class", "").split())
+        if tag == "dt" and "sig-object" in given.get("class", ""):
+            self.entry = given.get("id", self.entry)
+        if tag == "pre":
+            self.text = []
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "dl":
+            self.lists.pop()
+        if tag == "pre" and self.text is not None:
+            text = "".join(self.text)
+            if ">>> " in text and any(self.lists):
+                self.found.append((self.entry, text))
+            self.text = None
+
+    def handle_data(self, data: str) -> None:
+        if self.text is not None:
+            self.text.append(data)
+
+
+def names_without_a_source(example: str) -> list[str]:
+    """Names that an example uses, and neither defines nor imports."""
+    code = [line[4:] for line in example.splitlines() if line.startswith((">>> ", "... "))]
+    known, used = {*dir(builtins)}, set()
+    for node in ast.walk(ast.parse("\n".join(code))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            known |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            known.add(node.name)
+        elif isinstance(node, ast.arg):
+            known.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            known.add(node.name)
+        elif isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else known).add(node.id)
+    return sorted(used - known)
+
+
+def test_names_without_a_source() -> None:
+    assert names_without_a_source(">>> import torch\n>>> def f(x):\n...     return torch.abs(x) + y\n>>> f(1)") == ["y"]
+
+
+def test_the_example_of_each_entry_runs_alone(site: Path) -> None:
+    """A reader copies it from there; the examples of a page's text may go on from the one before."""
+    found = [(path.name, *each) for path in (site / "reference").rglob("*.html") for each in Examples(path).found]
+    assert len(found) > 200
+    missing = [(page, entry, names) for page, entry, text in found if (names := names_without_a_source(text))]
+    assert not missing
 
 
 def test_lines_of_examples_fit_their_column(site: Path) -> None:

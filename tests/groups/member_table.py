@@ -174,7 +174,11 @@ def page() -> str:
     for name, (state, why) in rows().items():
         owner, _, last = name.rpartition(".")
         grouped.setdefault((owner, state, why), []).append(last)
-    lines = [f"| `{key[0]}` | `{' '.join(names)}` | {key[1]} | {key[2]} |" for key, names in grouped.items()]
+    # Names of the package itself have no owner.
+    lines = [
+        f"| `{key[0] or 'torch.distributed'}` | `{' '.join(names)}` | {key[1]} | {key[2]} |"
+        for key, names in grouped.items()
+    ]
     head = ["| class or module | names | here | why |", "| --- | --- | --- | --- |"]
     return "\n".join([HEAD.strip(), "", *head, *lines, "", TAIL.strip(), ""])
 

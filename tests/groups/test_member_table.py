@@ -50,7 +50,9 @@ def listed(page: str) -> list[tuple[str, ...]]:
     first = page.partition("\n## ")[0]
     cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in first.splitlines() if line[:3] == "| `"]
     return sorted(
-        (".".join(filter(None, (owner, name))), *rest) for owner, names, *rest in cells for name in names.split()
+        (f"{owner}.{name}".removeprefix("torch.distributed."), *rest)
+        for owner, names, *rest in cells
+        for name in names.split()
     )
 
 

@@ -111,6 +111,7 @@ class GradBucket:
     Example:
         A hook can be tried without any process group:
 
+        >>> from torchdist_ref import GradBucket
         >>> import torch
         >>> bucket = GradBucket(buffer=torch.arange(6.0), gradients=[torch.empty(2, 2), torch.empty(2)])
         >>> [g.tolist() for g in bucket.gradients()]
@@ -178,6 +179,8 @@ class GradBucket:
     def index(self) -> int:
         """Return the position of the bucket in the order of communication; 0 holds the last layers' gradients.
 
+        >>> import torch
+        >>> from torchdist_ref import GradBucket
         >>> GradBucket(buffer=torch.zeros(3)).index()
         0
         """
@@ -189,6 +192,8 @@ class GradBucket:
         They are not divided by the number of ranks: the hook divides. `scale` and `wire_dtype` are the exceptions that
         a hook asks for by its traits.
 
+        >>> import torch
+        >>> from torchdist_ref import GradBucket
         >>> GradBucket(buffer=torch.arange(3.0)).buffer()
         tensor([0., 1., 2.])
         """
@@ -197,6 +202,8 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """Return one view of `buffer` per parameter, with that parameter's shape and strides.
 
+        >>> import torch
+        >>> from torchdist_ref import GradBucket
         >>> bucket = GradBucket(buffer=torch.arange(6.0), gradients=[torch.empty(2, 2), torch.empty(2)])
         >>> [tuple(gradient.shape) for gradient in bucket.gradients()]
         [(2, 2), (2,)]
@@ -208,6 +215,8 @@ class GradBucket:
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of this bucket, in the order of `gradients`.
 
+        >>> import torch
+        >>> from torchdist_ref import GradBucket
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> GradBucket(buffer=torch.zeros(2), gradients=[weight], parameters=[weight]).parameters()[0] is weight
         True
@@ -217,6 +226,8 @@ class GradBucket:
     def is_last(self) -> bool:
         """Return whether no bucket follows in this iteration. The last holds the first layers' gradients.
 
+        >>> import torch
+        >>> from torchdist_ref import GradBucket
         >>> GradBucket(buffer=torch.zeros(3), is_last=False).is_last()
         False
         """
@@ -247,6 +258,8 @@ class GradBucket:
             dtype: Dtype of the result. If it is `wire_dtype`, the gradients are there already; else they are copied.
 
         Example:
+            >>> import torch
+            >>> from torchdist_ref import GradBucket
             >>> GradBucket(buffer=torch.tensor([1 / 3])).wire_buffer(torch.float16)
             tensor([0.3333], dtype=torch.float16)
         """
@@ -265,6 +278,8 @@ class GradBucket:
             ArgumentError: The tensor has another shape than the buffer.
             ArgumentTypeError: It is no tensor.
 
+        >>> import torch
+        >>> from torchdist_ref import GradBucket
         >>> bucket = GradBucket(buffer=torch.ones(3))
         >>> bucket.set_buffer(bucket.buffer().bfloat16())
         >>> bucket.gradients()[0].dtype

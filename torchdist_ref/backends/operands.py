@@ -82,6 +82,8 @@ operand_kind = attrgetter("dtype", "shape")
 def operands_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operands:
     """Return the dtypes and shapes of a call's operands on this rank, for recorders.
 
+    >>> import torch
+    >>> from torchdist_ref.backends.operands import operands_of
     >>> operands_of([], [torch.zeros(2), torch.zeros(3)])
     ((), ((torch.float32, torch.Size([2])), (torch.float32, torch.Size([3]))))
     """

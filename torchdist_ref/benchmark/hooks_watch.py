@@ -45,6 +45,7 @@ class Spans:
     Args:
         model: A `DistributedDataParallel`, with a hook or without.
 
+    >>> from torchdist_ref.benchmark.hooks_watch import Spans
     >>> import torch, torchdist_ref as dist
     >>> from torchdist_ref.testing import run
     >>> def program(rank):
@@ -126,6 +127,7 @@ def picture(groups: Sequence[Mapping[str, Sequence[Span]]]) -> str:
     Returns:
         One ``<svg>`` element with title and description, readable on light and on dark pages.
 
+    >>> from torchdist_ref.benchmark.hooks_watch import picture
     >>> picture([{"mine": [("compute", "forward", 0.0, 2.0)]}]).count("mine, 2 s")
     1
     """

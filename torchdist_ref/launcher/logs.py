@@ -80,6 +80,7 @@ class Std(IntFlag):
         Raises:
             ArgumentError: The text has neither form.
 
+        >>> from torchdist_ref.elastic.multiprocessing import Std
         >>> Std.from_str("3") == Std.ALL, Std.from_str("0:3,12:1") == {0: Std.ALL, 12: Std.OUT}
         (True, True)
         """
@@ -99,6 +100,7 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
         val_or_map: One value for all local ranks, or a mapping; ranks that it lacks get `Std.NONE`.
         local_world_size: Number of workers.
 
+    >>> from torchdist_ref.elastic.multiprocessing import Std, to_map
     >>> to_map({1: Std.OUT}, 2) == {0: Std.NONE, 1: Std.OUT}
     True
     """

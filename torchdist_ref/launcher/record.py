@@ -32,6 +32,7 @@ def record(fn: Callable[_P, _R], error_handler: handlers.ErrorHandler | None = N
         error_handler: Writer of the record. Default None: `get_error_handler`.
 
     Example:
+        >>> from torchdist_ref.elastic.multiprocessing.errors import record
         >>> @record
         ... def main(number):
         ...     return number + 1

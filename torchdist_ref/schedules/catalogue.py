@@ -34,6 +34,7 @@ _DIRECT: SizeTable = ((float("inf"), "direct"),)
 def operations() -> tuple[str, ...]:
     """Return the operations that have schedules.
 
+    >>> from torchdist_ref.schedules import operations
     >>> operations()[:3]
     ('all_reduce', 'reduce', 'broadcast')
     """
@@ -60,6 +61,7 @@ def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary:
     Raises:
         ArgumentError: there is no such operation, the name can't be used, or `make` is no function.
 
+    >>> from torchdist_ref.schedules import build, register, unregister
     >>> from torchdist_ref.schedules import Schedule, carry
     >>> def star(world, root):
     ...     others = (rank for rank in range(world) if rank != root)
@@ -133,6 +135,7 @@ def algorithms(op: str) -> tuple[str, ...]:
     Raises:
         ArgumentError: there is no such operation.
 
+    >>> from torchdist_ref.schedules import algorithms
     >>> algorithms("scatter")
     ('direct', 'tree', 'hierarchical')
     """
@@ -171,6 +174,7 @@ def build(op: str, algorithm: str, world: int, root: int = 0, *, hosts: tuple[in
     Raises:
         ArgumentError: no such operation, algorithm, world, root, or ``hosts`` of another length.
 
+    >>> from torchdist_ref.schedules import build
     >>> len(build("broadcast", "tree", 8).rounds)
     3
     """
@@ -239,6 +243,7 @@ def choose(
     Raises:
         ArgumentError: no such operation, transport, world or size, or ``hosts`` of another length.
 
+    >>> from torchdist_ref.schedules import choose
     >>> choose("all_reduce", 4, 1024), choose("all_reduce", 4, 1 << 20)
     ('direct', 'two_shot')
     >>> choose("all_reduce", 16, 512 << 10, transport="tcp")
@@ -289,6 +294,7 @@ def overrides(text: str) -> dict[str, str]:
         ArgumentError: an item is not of the form ``op=algorithm``, names an unknown operation or algorithm, or an
             operation that another item names.
 
+    >>> from torchdist_ref.schedules import overrides
     >>> overrides("all_reduce=ring, broadcast=tree")
     {'all_reduce': 'ring', 'broadcast': 'tree'}
     """

@@ -137,6 +137,7 @@ def contract(op: str, world: int, chunks: int = 1, root: int = 0) -> Contract:
     Raises:
         ArgumentError: no such operation, or no such root.
 
+    >>> from torchdist_ref.schedules import contract
     >>> contract("scatter", world=3, root=1).after(2)
     {('out', 0): ((1, ('in', 2)),)}
     """

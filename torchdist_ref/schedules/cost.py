@@ -67,7 +67,7 @@ def cost(schedule: Schedule) -> Cost:
     Returns:
         The cost, exact.
 
-    >>> from torchdist_ref.schedules import build
+    >>> from torchdist_ref.schedules import build, cost
     >>> found = cost(build("all_reduce", "ring", 4))
     >>> found.steps, str(found.sent), str(found.reduced)
     (6, '3/2', '3/4')

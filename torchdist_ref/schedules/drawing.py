@@ -45,6 +45,7 @@ def draw(schedule: Schedule) -> str:
         One ``<svg>`` element with title and description, readable on light and dark pages; equal schedules
         give equal bytes.
 
+    >>> from torchdist_ref.schedules import draw
     >>> from torchdist_ref.schedules import build
     >>> draw(build("broadcast", "tree", 4)).count("<polygon")
     3
@@ -119,6 +120,7 @@ def timeline(trace: Trace) -> str:
     Returns:
         One ``<svg>`` element with title and description; equal traces give equal bytes.
 
+    >>> from torchdist_ref.schedules import timeline
     >>> from torchdist_ref.schedules import build, simulate
     >>> "ring all_reduce" in timeline(simulate(build("all_reduce", "ring", 4), 1 << 20))
     True

@@ -85,6 +85,7 @@ class Network:
     Raises:
         ArgumentError: a number is negative or not finite.
 
+    >>> from torchdist_ref.schedules import Network
     >>> Network.preset("nvlink", "400gbps", hosts=(0, 0, 1, 1)).beta == 8 / 400e9
     True
     """

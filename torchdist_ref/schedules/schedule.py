@@ -46,6 +46,7 @@ class Move:
         write: slot of ``dst``.
         reduce: combine with the value of ``write`` (True), or replace it (False, the default).
 
+    >>> from torchdist_ref.schedules import Move
     >>> print(Move(0, 1, ("data", 2), ("data", 2), reduce=True))
     0.data[2] -> 1.data[2] +
     """
@@ -72,6 +73,7 @@ class Run(Sequence[Move]):
     A round's moves are single ones; `simulate` and `cost` use the number only, so that they need not look at each of
     the 16,384 chunks into which 16,384 ranks cut a tensor.
 
+    >>> from torchdist_ref.schedules import Run, carry
     >>> print(*Run(carry(0, 1, ("data", 2)), 2), sep=" | ")
     0.data[2] -> 1.data[2] | 0.data[3] -> 1.data[3]
     """

@@ -256,7 +256,7 @@ def simulate(
 
     Source: R. Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp 2005.
 
-    >>> from torchdist_ref.schedules import build
+    >>> from torchdist_ref.schedules import Network, build, simulate
     >>> network = Network(alpha=1.0, beta=0.25, gamma=0.0)
     >>> simulate(build("broadcast", "tree", 8), 4, network).total
     6.0

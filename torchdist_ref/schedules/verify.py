@@ -162,7 +162,8 @@ def verify(schedule: Schedule, op: str, root: int = 0, *, tree: bool = False) ->
     Raises:
         ArgumentError: it does not; the message names rule, rank, slot, and the values expected and found.
 
-    >>> from torchdist_ref.schedules import Move, Schedule, build
+    >>> from torchdist_ref import ArgumentError
+    >>> from torchdist_ref.schedules import Move, Schedule, build, verify
     >>> verify(build("all_reduce", "ring", 64), "all_reduce")
     >>> data = ("data", 0)
     >>> try:

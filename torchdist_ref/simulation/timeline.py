@@ -36,6 +36,7 @@ class Timeline(Sequence[Happening]):
     Args:
         happenings: The entries.
 
+    >>> from torchdist_ref.simulation import Happening, Timeline
     >>> timeline = Timeline([Happening(0.0, 0, "sent", (1, 400, 3e-05)), Happening(3e-05, 1, "returned")])
     >>> timeline.sent_bytes(0), timeline.digest()[:12]
     (400, 'c84a0b2962f9')

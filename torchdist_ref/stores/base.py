@@ -110,6 +110,7 @@ class Store:
             ArgumentTypeError: the key is neither text nor bytes.
             DistNetworkError: the server of a TCPStore cannot be reached.
 
+        >>> import torchdist_ref as dist
         >>> store = dist.HashStore()
         >>> store.set("leader", "rank 3")
         >>> store.get_if_present("leader"), store.get_if_present("deputy")
@@ -129,6 +130,7 @@ class Store:
         Raises:
             ArgumentError: the value of the key is not an integer, or the sum does not fit in 64 bits.
 
+        >>> import torchdist_ref as dist
         >>> store = dist.HashStore()
         >>> store.add("arrived", 1), store.add("arrived", 2)
         (1, 3)
@@ -153,6 +155,7 @@ class Store:
         Raises:
             ArgumentTypeError: an argument is neither text nor bytes.
 
+        >>> import torchdist_ref as dist
         >>> store = dist.HashStore()
         >>> store.compare_set("leader", "", "rank 3"), store.compare_set("leader", "", "rank 5")
         (b'rank 3', b'rank 3')
@@ -271,6 +274,7 @@ class Store:
             QueueEmptyError: the queue is empty and `block` is False.
             StoreTimeoutError: no value was pushed in time.
 
+        >>> import torchdist_ref as dist
         >>> store = dist.HashStore()
         >>> store.queue_push("jobs", "first")
         >>> store.queue_push("jobs", "second")
@@ -347,6 +351,7 @@ class Store:
             Whether the keys were deleted. A store that other processes use deletes many keys in several steps, between
             which others may find a part of them; it returns after the last step.
 
+        >>> import torchdist_ref as dist
         >>> store = dist.HashStore()
         >>> store.multi_set(["group/1/address", "group/10/address"], ["a", "b"])
         >>> store.release("group/1", 2), store.release("group/1", 2), store.list_keys()

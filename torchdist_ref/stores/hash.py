@@ -223,6 +223,7 @@ class HashStore(Store):
 
     For ranks that are threads, for a single rank, and for tests.
 
+    >>> from torchdist_ref import HashStore
     >>> store = HashStore()
     >>> store.set("epoch", "1")
     >>> store.compare_set("epoch", "1", "2")

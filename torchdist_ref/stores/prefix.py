@@ -44,6 +44,7 @@ class PrefixStore(Store):
         prefix: text before each key, with a slash between.
         store: underlying store; it is kept alive.
 
+    >>> from torchdist_ref import PrefixStore
     >>> from torchdist_ref.stores import HashStore
     >>> whole = HashStore()
     >>> PrefixStore("group_0", whole).set("rank", "3")

@@ -71,6 +71,8 @@ def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) ->
         A new contiguous tensor on the CPU. Equal arguments give equal values in every process.
 
     Example:
+        >>> import torch
+        >>> from torchdist_ref.testing import fill
         >>> fill(0, (4,)).tolist()
         [1.0, -1.0, 7.0, 1.0]
         >>> fill(1, (4,), torch.int64).tolist()

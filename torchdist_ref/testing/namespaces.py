@@ -63,6 +63,7 @@ class Host:
 def missing() -> str:
     """Return the reason why namespaces cannot be created here, or an empty string.
 
+    >>> from torchdist_ref.testing.namespaces import missing
     >>> isinstance(missing(), str)
     True
     """

@@ -32,6 +32,7 @@ def check_store(make_store: MakeStore) -> None:
     Raises:
         AssertionError: a clause does not hold; the traceback shows which one.
 
+    >>> from torchdist_ref.testing import check_store
     >>> from torchdist_ref.stores import HashStore
     >>> check_store(HashStore)
     """

@@ -61,6 +61,8 @@ _KEYS = _keys()
 class outside_modes(ContextDecorator):  # noqa: N801 - used as a function, and as a decorator
     """Context in which no mode of the caller affects an operation of torch.
 
+    >>> import torch
+    >>> from torchdist_ref.torch_internals.torch_modes import outside_modes
     >>> leaf = torch.ones(2, requires_grad=True)
     >>> with torch.inference_mode(), torch.device("meta"), outside_modes():
     ...     _ = leaf.add_(torch.empty(2).fill_(2))

@@ -116,6 +116,8 @@ def hook_traits(
 def traits_of(hook: Any) -> HookTraits:
     """Return the traits that `hook_traits` has declared for a hook; all false if it has not.
 
+    >>> import functools
+    >>> from torchdist_ref.algorithms.ddp_comm_hooks import hook_traits, traits_of
     >>> @hook_traits(keeps_buffer=True)
     ... def hook(state, bucket): ...
     >>> traits_of(functools.partial(hook)).keeps_buffer

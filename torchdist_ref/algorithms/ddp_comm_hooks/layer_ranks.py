@@ -69,6 +69,8 @@ def ranks_for_error(parameters: Iterable[torch.Tensor], error: float) -> LayerRa
         A rule for ``PowerSGDState``.
 
     Example:
+        >>> import torch
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import ranks_for_error
         >>> weight = torch.nn.Parameter(torch.empty(6, 4))
         >>> weight.grad = torch.zeros(6, 4)
         >>> weight.grad[0, 0], weight.grad[1, 1], weight.grad[2, 2] = 3.0, 2.0, 0.1
@@ -100,6 +102,8 @@ def ranks_for_bytes(parameters: Iterable[torch.Tensor], budget: int) -> LayerRan
         A rule for ``PowerSGDState``.
 
     Example:
+        >>> import torch
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import ranks_for_bytes
         >>> flat, steep = (torch.nn.Parameter(torch.empty(4, 4)) for _ in range(2))
         >>> flat.grad = torch.diag(torch.tensor([2.0, 2, 2, 2]))
         >>> steep.grad = torch.diag(torch.tensor([2.0, 0.1, 0, 0]))

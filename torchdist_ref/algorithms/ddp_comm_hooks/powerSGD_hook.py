@@ -135,6 +135,7 @@ class PowerSGDState:
         ArgumentTypeError: The group is none, or the rank or the seed is no int.
 
     Example:
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
         >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         >>> state.compression_stats()
         (0, 0, 0)
