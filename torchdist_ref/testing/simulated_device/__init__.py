@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import backend_registration
 
+from torchdist_ref.backends import register_with_torch
 from torchdist_ref.testing.simulated_device import batch_norm, torch_sim
 from torchdist_ref.testing.simulated_device.building import BuildError, build
 
@@ -90,6 +91,8 @@ def install(devices: int = 4, delay: str | int = "late", memory: int = 16 << 30)
         sys.modules["torch.sim"] = torch_sim
         batch_norm.register()
         installed.update(wanted)
+        # torch's own groups on `ref` use it for the new type of device from now on.
+        register_with_torch()
     set_delay(delay)
     return torch_sim
 
