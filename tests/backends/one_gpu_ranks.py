@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import torch
@@ -136,6 +137,22 @@ def training(rank: int, size: int, device: str) -> None:
             optimizer.step()
     for alone, own in zip(plain.parameters(), wrapped.parameters(), strict=True):
         torch.testing.assert_close(own, alone, rtol=1e-4, atol=1e-5)
+
+
+def groups_one_after_another(rank: int, size: int, device: str) -> None:
+    """Make and destroy groups: each gives the memory of its staging buffers back, without a garbage collection."""
+    nothing_through_the_host()
+    gc.disable()
+    held = []
+    for _ in range(4):
+        group = dist.new_group()
+        dist.all_reduce(tensor := fill(rank, (1000,)).to(device), group=group)
+        same("all_reduce", tensor, torch.stack([fill(r, (1000,)) for r in range(size)]).sum(0))
+        dist.destroy_process_group(group)
+        # A peer may release its mapping later.
+        dist.barrier()
+        held.append(torch.accelerator.memory_reserved())
+    assert held[-1] == held[1], f"memory grew: {held}"
 
 
 def without_ipc(rank: int, size: int, device: str) -> None:

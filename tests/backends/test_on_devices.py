@@ -14,8 +14,9 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.on_devices import RANKS, check, late, on_each_device, same_as_on_cpu
+from tests.on_sim import on_sim
 from torchdist_ref.backends.ref import contiguous
-from torchdist_ref.testing import run
+from torchdist_ref.testing import fill, run
 
 
 def every_collective(rank: int, where: torch.device, async_op: bool) -> list[Tensor]:
@@ -190,6 +191,52 @@ def test_a_stream_that_does_not_end_raises_at_the_time_out(device: str) -> None:
     finally:
         contiguous.accelerators.current_stream = original
         dist.destroy_process_group()
+
+
+class StuckHere(NeverDone):
+    """`NeverDone` on the first device alone."""
+
+    def __new__(cls, device: torch.device) -> Any:
+        return super().__new__(cls) if device.index == 0 else torch.accelerator.current_stream(device)
+
+
+@on_sim
+def test_a_device_that_waits_for_a_rank_which_waits_for_it_ends_at_the_time_out() -> None:
+    """Both ranks name the rank whose device did not end; the other one waited for its call."""
+
+    def program(rank: int, store: dist.Store) -> tuple[str, tuple[int, ...]]:
+        timeout = timedelta(seconds=1)
+        dist.init_process_group("ref", store=store, rank=rank, world_size=2, timeout=timeout)
+        tensor = torch.ones(3, device=f"sim:{rank}")
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.all_reduce(tensor)
+        return str(caught.value), caught.value.ranks
+
+    original = contiguous.accelerators.current_stream
+    contiguous.accelerators.current_stream = StuckHere
+    try:
+        (stuck, named), (waited, blamed) = run(program, 2, dist.HashStore(), init=False)
+    finally:
+        contiguous.accelerators.current_stream = original
+    assert "on a stream of sim:0 did not end within 1 s" in stuck and named == (0,)
+    assert blamed == (0,) and "rank 0" in waited, waited
+
+
+@on_sim
+def test_a_barrier_orders_programs_and_waits_for_no_device() -> None:
+    """What the device has yet to compute stays queued, whatever `device_ids` says: see `barrier`."""
+
+    def program(rank: int) -> list[int]:
+        pending, tensor, found = torch.ops.simulated_device.pending, late(rank, 4, torch.device("sim", rank)), []
+        for device_ids in (None, [rank]):
+            dist.barrier(device_ids=device_ids)
+            found.append(pending(rank))
+        torch.accelerator.synchronize(rank)
+        assert torch.equal(tensor.cpu(), fill(rank, (4,)) * 2 + 1)
+        return [*found, pending(rank)]
+
+    for first, second, synchronized in run(program, 2):
+        assert first == second > 0 == synchronized
 
 
 @on_each_device

@@ -168,6 +168,7 @@ SHARED = {
         one_gpu_ranks.fresh_tensors,
         one_gpu_ranks.two_streams,
         one_gpu_ranks.training,
+        one_gpu_ranks.groups_one_after_another,
         one_gpu_ranks.without_ipc,
     )
 }

@@ -288,10 +288,14 @@ def barrier(
 ) -> Work | None:
     """Wait until every rank of the group has called this.
 
+    On ``ref``, ``gloo`` and ``mpi`` a barrier orders the ranks' programs, not what they have submitted to devices: it
+    has no tensor, so no stream to wait for. If peers rely on what a device writes, to a file or to memory that they
+    map, call `torch.accelerator.synchronize` first. ``nccl`` runs it on the device that the group used last.
+
     Args:
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.
-        device_ids: Accepted for compatibility with torch; only ``nccl`` would use it.
+        device_ids: Accepted for compatibility with torch, and without effect: see above.
         timeout: Longest wait of this call, unless `async_op`. Default: the group's time-out.
 
     Returns:

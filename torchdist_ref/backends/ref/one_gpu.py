@@ -96,10 +96,13 @@ class DevicePath(ZeroCopyPath):
                     target, source = slots.view(plan.rank, slot, begin), slots.target(plan.rank, slot, begin)
                     phases[number].append(maker.copy(target, source, count))
             phases[number + 1].extend(maker.of_moves(0, moves, slots, begin))
-        return tuple((*phase, self._settle) for phase in phases)
+        link, text = self._buffers.link, plan.text
 
-    def _settle(self, tensors: Tensors, begin: int) -> None:
-        settle(tensors[:1], self._buffers.link, self.plan.text)
+        # No method: the phases would keep this object, which keeps them, and so the buffers, after the group's end.
+        def settle_first(tensors: Tensors, begin: int) -> None:
+            settle(tensors[:1], link, text)
+
+        return tuple((*phase, settle_first) for phase in phases)
 
 
 class DeviceSlots:
