@@ -93,8 +93,7 @@ nbsphinx_prolog = """
 .. note::
 
    This page is a notebook that ran on real ranks when the site was built:
-   :download:`download it with its data <{{ env.docname.split('/')[-1] }}.zip>`. To run it, install Jupyter Lab or
-   another program that opens notebooks, and the library with what its notebooks use:
+   :download:`download it with its data <{{ env.docname.split('/')[-1] }}.zip>`. What it needs:
    ``pip install -e ".[notebook]"`` in a copy of the project, after the CPU build of torch (:doc:`/tutorials/index`).
 """
 

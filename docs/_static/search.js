@@ -10,7 +10,7 @@
     [/(^|\/)index$/, 0.6],
     [/^(how-to|collectives)\//, 1.25],
   ];
-  const IN_TITLE = 4, IN_HEADING = 2.5, IN_TEXT = 1, BEGINS = 0.6, MOST_RESULTS = 30;
+  const IN_TITLE = 4, IN_HEADING = 2.5, IN_TEXT = 1, IN_NAME = 0.7, BEGINS = 0.6, TERM = 4, MOST_RESULTS = 30;
   const weight = (name) => (WEIGHTS.find(([pattern]) => pattern.test(name)) || [null, 1])[1];
   const squash = (word) => word.replaceAll("_", "");
   const list = (found) => (found === undefined ? [] : Array.isArray(found) ? found : [found]);
@@ -19,7 +19,8 @@
   const words = (text) => splitQuery(text.toLowerCase());
   let known = null;
 
-  // Regroup the index: for each stem, without underscores, the pages that have it in the text, a heading, the title.
+  // Regroup the index: for each stem, without underscores, the pages that have it in the text, a heading, the title,
+  // or as a part of a name.
   function regroup(index) {
     const places = new Map();
     const put = (word, page, strength) => {
@@ -30,8 +31,13 @@
     };
     const sizes = index.docnames.map(() => 0), compounds = new Set();
     for (const [word, pages] of Object.entries(index.terms)) {
-      if (/._./.test(word)) compounds.add(squash(word));
-      for (const page of list(pages)) { put(squash(word), page, IN_TEXT); sizes[page] += 1; }
+      const parts = /._./.test(word) ? word.split("_").filter((part) => part.length > 2) : [];
+      if (parts.length) compounds.add(squash(word));
+      for (const page of list(pages)) {
+        put(squash(word), page, IN_TEXT);
+        for (const part of parts) put(stem(part), page, IN_NAME);
+        sizes[page] += 1;
+      }
     }
     const headings = index.docnames.map(() => []);
     for (const [title, found] of Object.entries(index.alltitles))
@@ -48,15 +54,46 @@
     return {places, compounds, headings, lengths: sizes.map((size) => Math.sqrt(0.5 + (0.5 * size) / mean))};
   }
 
-  // Stems of a query: without stop words and numbers, and with neighbors joined where the index has an underscore.
+  // Stems of a query: without stop words and numbers; and neighbors joined, too, where the index has an underscore.
   function stems(query) {
     const found = words(query), result = [];
     for (let at = 0; at < found.length; at += 1) {
       const joined = at + 1 < found.length ? stem(found[at] + found[at + 1]) : "";
-      if (known.compounds.has(joined)) { result.push(joined); at += 1; }
-      else if (!stopwords.has(found[at]) && !/^\d+$/.test(found[at])) result.push(stem(found[at]));
+      if (known.compounds.has(joined)) result.push(joined);
+      if (!stopwords.has(found[at]) && !/^\d+$/.test(found[at])) result.push(spelled(stem(found[at])));
     }
     return [...new Set(result)];
+  }
+
+  // A word that the index lacks is often a typing mistake: take the known word with the fewest differences, of equal
+  // ones that of most pages. The first letter is right. One letter may differ in a short word, two in a long one.
+  function spelled(word) {
+    const most = word.length < 4 ? 0 : word.length < 8 ? 1 : 2;
+    if (!most || pagesOf(word).size) return word;
+    let best = word, fewest = most + 1;
+    for (const [other, pages] of known.places) {
+      if (other[0] !== word[0] || Math.abs(other.length - word.length) > most) continue;
+      const count = differences(word, other);
+      if (count < fewest || (count === fewest && count <= most && pages.size > known.places.get(best).size))
+        [best, fewest] = [other, count];
+    }
+    return best;
+  }
+
+  // Letters to insert, to remove, to replace or to exchange with the next one, until two words are equal.
+  function differences(one, other) {
+    let before = [], last = [...Array(other.length + 1).keys()];
+    for (let at = 1; at <= one.length; at += 1) {
+      const row = [at];
+      for (let to = 1; to <= other.length; to += 1) {
+        const same = one[at - 1] === other[to - 1];
+        row[to] = Math.min(last[to] + 1, row[to - 1] + 1, last[to - 1] + (same ? 0 : 1));
+        if (at > 1 && to > 1 && one[at - 1] === other[to - 2] && one[at - 2] === other[to - 1])
+          row[to] = Math.min(row[to], before[to - 2] + 1);
+      }
+      [before, last] = [last, row];
+    }
+    return last[other.length];
   }
 
   // The pages of one stem with the strength of each; a word that the index lacks may be the beginning of others.
@@ -118,7 +155,8 @@
         if (!one || /^torch\./.test(full)) continue;
         const id = anchor === "" ? full : anchor === "-" ? `${index.objnames[type][1]}-${full}` : anchor;
         const share = one.worth / whole, depth = full.split(".").length;
-        const score = (6 * one.worth * share ** 2 * weight(index.docnames[page])) / Math.sqrt(depth);
+        const kind = index.objnames[type][1] === "term" ? TERM : 1;
+        const score = (6 * kind * one.worth * share ** 2 * weight(index.docnames[page])) / Math.sqrt(depth);
         const label = `${index.objnames[type][2]}, in ${index.titles[page]}`;
         results.push([index.docnames[page], full, `#${id}`, label, score, index.filenames[page], "object"]);
       }
