@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torchdist_ref.launcher.about import versions
 
 COMMANDS = {
+    "torchdist_ref env": "versions, cores, memory, limits, devices and backends, for a report of a defect",
     "torchdist_ref.launch": "run a script as several ranks, with torchrun's options (also torchdist-run)",
     "torchdist_ref.debug": "explain the flight recorder dumps of a job that hangs",
     "torchdist_ref.benchmark": "measure collectives, hooks and DistributedDataParallel",
@@ -25,10 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given == ["--version"]:
         sys.stdout.write(f"{versions()}\n")
         return 0
+    if given == ["env"]:
+        # The report says how torch was built, so it imports torch; nothing else here does.
+        from torchdist_ref.debug import environment
+
+        return environment.main()
     width = max(map(len, COMMANDS))
     rows = [f"  python -m {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     head = "The API of torch.distributed in readable Python: import torchdist_ref as dist"
-    text = "\n".join([versions(), "", head, "", "commands (each has --help):", *rows, ""])
+    text = "\n".join([versions(), "", head, "", "commands (the others have --help):", *rows, ""])
     if given in ([], ["-h"], ["--help"]):
         sys.stdout.write(text)
         return 0

@@ -133,7 +133,7 @@ PARTS = (
     Part("testing", "tools", (ALL,)),
     Part("benchmark", "tools", (ALL,)),
     Part("notebook", "tools", (ALL,)),
-    Part("__main__", "tools", ("launcher",), torch=NEVER),
+    Part("__main__", "tools", ("launcher", "debug"), torch=NEVER),
 )
 BY_NAME = {part.name: part for part in PARTS}
 TRAINING = tuple(part.name for part in PARTS if part.layer == "4 training")
