@@ -49,6 +49,10 @@ STEPS = {
         ("-m", "pytest", "-q", "-n", "2", "-m", "deaths and not long", "tests/soak"),
         {"TORCHDIST_REF_DEATHS_SHARE": "0.05"},
     ),
+    "simulated": Step(
+        "a simulated rank killed at each operation of each call, in worlds of 2 to 5 ranks and three orders",
+        ("-m", "tests.simulation.deaths"),
+    ),
     "long": Step("the tests that take minutes each", ("-m", "pytest", "-q", "-m", "long")),
     "soak": Step("each proof at length, for two minutes", ("-m", "tests.soak", "--seconds", "120", "--no-record")),
     "site": Step(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as theirs
 
 import torchdist_ref as dist
 from tests.waits import begin_together
+from torchdist_ref import simulation
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.membership.blame import Wait
 from torchdist_ref.stores import HashStore, PrefixStore
@@ -132,6 +134,23 @@ def test_a_rank_that_has_arrived_may_leave() -> None:
 
     run_monitored_barrier(store, 0, (0, 1, 2), timedelta(seconds=20), "world", left)
     assert asked == [[1, 2], [2]]
+
+
+def test_a_rank_that_is_late_is_not_named_beside_one_that_has_died() -> None:
+    def meet(rank: int) -> dist.RankDiedError | None:
+        if rank == 3:
+            time.sleep(5)
+        if rank == 1:
+            time.sleep(100)
+        try:
+            dist.monitored_barrier()
+        except dist.RankDiedError as error:
+            return error
+        return None
+
+    values = simulation.run(meet, 4, faults=[simulation.Kill(rank=1, at=1.0)]).values
+    for rank in (0, 2, 3):
+        assert values[rank].ranks == (1,) and f"[Rank {rank}]: Rank 1 failed to pass" in str(values[rank])
 
 
 def in_a_subgroup(rank: int) -> str:

@@ -1,10 +1,10 @@
-"""Faults of a plan: what the survivors of a rank's death see, at each of its operations, and stops and cuts."""
+"""Faults of a plan: what follows a rank's death, and stops and cuts."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,84 +12,13 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from tests.covering import covering
+from tests.simulation.deaths import on_rank
 from torchdist_ref import simulation
 from torchdist_ref.simulation import Cut, Kill, Network, Slow, Stop
 from torchdist_ref.testing import fill
 
 CULPRIT = 1
 ENDED = (dist.RankDiedError, dist.GroupAbortedError)
-
-
-def reduce(rank: int) -> None:
-    dist.all_reduce(fill(rank, (5,)))
-
-
-def broadcast(rank: int) -> None:
-    dist.broadcast(fill(rank, (5,)), 0)
-
-
-def make_group(rank: int) -> None:
-    dist.barrier(dist.new_group())
-
-
-def split(rank: int) -> None:
-    dist.barrier(dist.split_group(split_ranks=[[*range(dist.get_world_size())]]))
-
-
-def meet(rank: int) -> None:
-    dist.monitored_barrier()
-
-
-def message(rank: int) -> None:
-    size = dist.get_world_size()
-    sent = dist.isend(fill(rank, (5,)), (rank + 1) % size)
-    dist.recv(torch.zeros(5), (rank - 1) % size)
-    sent.wait()
-
-
-def outcome(rank: int, call: Callable[[int], None]) -> str:
-    """Return how a call ended on a rank, whose group the initialization may not have made."""
-    try:
-        store = simulation.simulated_store()
-        dist.init_process_group("ref", store=store, rank=rank, world_size=3)
-        call(rank)
-        # A rank may die when it has done its part. Then the next call finds out.
-        dist.barrier()
-    except (*ENDED, dist.RankStalledError) as error:
-        return str(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return ""
-
-
-CALLS = (reduce, broadcast, make_group, split, meet, message)
-ONE_HOST, THREE_HOSTS = pytest.param((0, 0, 0)), pytest.param((0, 1, 2))
-
-
-@pytest.mark.parametrize(("call", "hosts"), covering(CALLS, (ONE_HOST, THREE_HOSTS)))
-def test_a_death_at_any_operation_is_named(call: Callable[[int], None], hosts: tuple[int, ...]) -> None:
-    """Survivors see it within milliseconds; but before a rank has announced itself, nobody knows of it.
-
-    CI has each call on one host or on three.
-    """
-    ends = {"joined": 0, "unknown": 0, "needless": 0}
-    for operation in range(1, 1000):
-        plan = [Kill(rank=CULPRIT, operation=operation)]
-        result = simulation.run(outcome, 3, call, init=False, faults=plan, network=Network(hosts=hosts))
-        if not result.faults:
-            break
-        texts = [result.values[rank] for rank in (0, 2)]
-        if all("did not join in time" in text for text in texts):
-            ends["unknown"] += 1
-            assert all(f"rank {CULPRIT}" in text for text in texts) and not ends["joined"], (operation, texts)
-            continue
-        # Nobody waits for a time-out of half an hour. One that has returned did not need the culprit any more.
-        assert result.seconds < 1.0, (operation, result.times, texts)
-        assert all(not text or f"rank {CULPRIT}" in text for text in texts), (operation, texts)
-        ends["joined" if any(texts) else "needless"] += 1
-    assert ends["unknown"] < ends["joined"] > 10, ends
 
 
 def continued(rank: int) -> tuple[int, float]:
@@ -132,8 +61,39 @@ def test_the_news_of_a_death_arrives_while_others_are_busy() -> None:
 def test_killed_ranks_leave_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for operation in (4, 7, 10, 30):
-        simulation.run(outcome, 3, reduce, init=False, faults=[Kill(rank=CULPRIT, operation=operation)])
+        plan = [Kill(rank=CULPRIT, operation=operation)]
+        with suppress(simulation.RankError):
+            simulation.run(on_rank, 3, "all_reduce", 3, init=False, faults=plan)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_runs_leave_no_memory_of_groups() -> None:
+    def segments() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("/dev/zero" in line for line in maps)
+
+    before = segments()
+    for operation in (20, 25, 30, 35):
+        plan = [Kill(rank=CULPRIT, operation=operation)]
+        simulation.run(on_rank, 4, "all_reduce", 4, init=False, faults=plan)
+    assert segments() <= before
+
+
+def test_a_death_ends_no_wait_of_a_program_in_the_store() -> None:
+    """A wait that looks for failures ended early at the news of a death; so did that of a program, which does not."""
+
+    def program(rank: int) -> float:
+        store = simulation.simulated_store()
+        if rank == 0:
+            store.wait(["late"], timedelta(seconds=100))
+            return time.monotonic()
+        time.sleep(50)
+        if rank == 2:
+            store.set("late", "")
+        return time.monotonic()
+
+    plan = [Kill(rank=CULPRIT, at=5.0)]
+    assert simulation.run(program, 3, init=False, faults=plan).values == [50.0, None, 50.0]
 
 
 def test_a_stopped_rank_continues() -> None:

@@ -445,6 +445,23 @@ def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
+def test_operations_are_counted_as_the_plan_counts_them() -> None:
+    def program(rank: int) -> tuple[int, int]:
+        before = simulation.simulated_operations()
+        dist.barrier()
+        return before, simulation.simulated_operations()
+
+    alive = simulation.run(program, 3)
+    for rank, (before, after) in enumerate(alive.values):
+        assert 0 < before < after <= alive.operations[rank]
+        # Before the first operation of the barrier, the rank had returned from nothing that follows.
+        died = simulation.run(program, 3, faults=[simulation.Kill(rank=rank, operation=alive.operations[rank] + 1)])
+        assert not died.faults and died.operations == alive.operations
+    for function in (simulation.simulated_operations, simulation.simulated_store):
+        with pytest.raises(dist.ArgumentError, match=f"{function.__name__}: argument 'caller' must be a rank of"):
+            function()
+
+
 def test_a_rank_starts_no_simulation() -> None:
     with pytest.raises(RankError, match="argument 'caller' must be no simulated rank"):
         simulation.run(lambda rank: simulation.run(lambda inner: inner, 1), 2)

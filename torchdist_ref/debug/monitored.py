@@ -59,8 +59,8 @@ def run_monitored_barrier(
 
     Raises:
         RankStalledError: Ranks did not arrive in time; the message names all of them, on every rank that arrived.
-        RankDiedError: The same before the time-out, because a member has failed.
-        GroupAbortedError: The same, because a member that had not arrived has left the group.
+        RankDiedError: A member has died before all had arrived; the message names the dead ones only.
+        GroupAbortedError: A member that had not arrived has left the group; the message names it.
 
     A rank that cannot reach the store raises RankStalledError too, which says so.
     """
@@ -81,7 +81,7 @@ def run_monitored_barrier(
     store = WatchedStore("monitored", store, end)
     with limit_requests(timeout.total_seconds()) as deadline:
         try:
-            verdict = _verdict(store, number, rank, len(members), deadline)
+            verdict = _verdict(store, number, rank, members, deadline)
         except StoreTimeoutError as error:
             raise _cut_off_error(rank, members, timeout, name, error) from error
         except DistNetworkError as error:
@@ -104,7 +104,7 @@ class _Verdict(Value):
     """Verdict of a round, the same on all ranks.
 
     Attributes:
-        absent: Group ranks that did not arrive.
+        absent: Group ranks that did not arrive; if some of them have failed, those.
         failure: Failure for which the round ended before its time-out; None if there was none.
     """
 
@@ -112,8 +112,9 @@ class _Verdict(Value):
     failure: Failure | None = None
 
 
-def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline) -> _Verdict:
+def _verdict(store: Store, number: int, rank: int, members: tuple[int, ...], deadline: Deadline) -> _Verdict:
     """Return the verdict of a round."""
+    size = len(members)
 
     def agreed(own: _Verdict) -> _Verdict:
         return _Verdict.from_json(json.loads(store.compare_set(key, "", json.dumps(own.to_json()))))
@@ -128,7 +129,11 @@ def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline
         return _Verdict.from_json(json.loads(known))
     except (StoreTimeoutError, RankDiedError, GroupAbortedError) as error:
         absent = tuple(other for other in range(size) if store.get_if_present(keys[other]) is None)
-        return agreed(_Verdict(absent, failure_of(error)))
+        failure = failure_of(error)
+        if absent and failure is not None:
+            # The ranks that have failed keep the others from passing. One that lives may only be late.
+            absent = tuple(members.index(each) for each in failure.ranks if each in members) or absent
+        return agreed(_Verdict(absent, failure))
 
 
 def _cut_off_error(

@@ -352,12 +352,12 @@ def monitored_barrier(
         group: Process group. Default: all ranks.
         timeout: Longest wait for the other ranks, as a timedelta; as in torch, a float is seconds, with a warning.
             Default: the group's time-out.
-        wait_all_ranks: Accepted for compatibility with torch: every error names all missing ranks anyway.
+        wait_all_ranks: Accepted for compatibility with torch: an error at the time-out names all missing ranks anyway.
 
     Raises:
         RankStalledError: Some ranks did not call in time. Also on a rank that calls after the others have given up.
-        RankDiedError: The same before the time-out, because a rank has died.
-        GroupAbortedError: The same, because a rank has left the group, or failed in it.
+        RankDiedError: A rank has died before all had called this. The others fail at once; the error names the dead.
+        GroupAbortedError: A rank has left the group, or failed in it. The others fail at once; the error names it.
         ArgumentTypeError: The time-out is no timedelta.
         ArgumentError: The time-out is not positive, or the group was destroyed.
         NotInitializedError: `init_process_group` was not called.

@@ -48,7 +48,7 @@ from torchdist_ref.membership.rounds import (
 )
 from torchdist_ref.membership.watch import MemberWatch, read_failure
 from torchdist_ref.membership.words import backend_mismatch, error_of, size_mismatch
-from torchdist_ref.processes.identity import host_identity
+from torchdist_ref.processes.identity import host_identity, own_place
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
@@ -471,9 +471,10 @@ class Meeting:
         return size_mismatch({0: opened.size, rank: size}) if of_rank_0.is_another_process() else None
 
     def _claimed_twice(self) -> RendezvousError:
+        host, pid = own_place()
         return RendezvousError(
             f"{self._operation}: two processes claim rank {self.seat.rank} of {self.seat.size}; one of them is pid "
-            f"{os.getpid()} on {os.uname().nodename}. "
+            f"{pid} on {host}. "
             f"Give each process a rank of its own: RANK, or the argument 'rank'."
         )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +27,7 @@ from torchdist_ref.errors import (
 from torchdist_ref.membership import events
 from torchdist_ref.membership.blame import Wait, blame
 from torchdist_ref.membership.words import error_of
+from torchdist_ref.processes.identity import own_place
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import LongWait, found_soon
@@ -142,7 +142,8 @@ class MemberWatch:
 
     def on_disconnect(self) -> tuple[str, str]:
         """Return the key and the value that the store's server is to set if it sees the end of this process."""
-        lost = events.Ending(events.LOST, os.getpid(), os.uname().nodename)
+        host, pid = own_place()
+        lost = events.Ending(events.LOST, pid, host)
         return _FAILURE_KEY, events.encode(events.Published(self._members[self._rank], events.DIED, ending=lost))
 
     def withdraw(self, then: str = "") -> None:

@@ -18,6 +18,11 @@ simulated_place: ContextVar[tuple[str, int] | None] = ContextVar("place of a sim
 """Host and process of the calling rank where ranks are simulated; None elsewhere."""
 
 
+def own_place() -> tuple[str, int]:
+    """Return the name of this host and the number of this process, as errors name them."""
+    return simulated_place.get() or (os.uname().nodename, os.getpid())
+
+
 def process_identity() -> str:
     """Return a text that names this process among those of all hosts."""
     return f"{host_identity()}|{_own_process()}"

@@ -6,7 +6,7 @@
 from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
 from torchdist_ref.schedules.network import Network
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop
-from torchdist_ref.simulation.one_run import simulated_store
+from torchdist_ref.simulation.one_run import simulated_operations, simulated_store
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.running import FailingOrder, explore, run
 from torchdist_ref.simulation.timeline import Happening, Timeline
@@ -28,5 +28,6 @@ __all__ = [
     "Timeline",
     "explore",
     "run",
+    "simulated_operations",
     "simulated_store",
 ]

@@ -29,7 +29,7 @@ from torchdist_ref.simulation.primitives import building, installed
 from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refusing
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
-from torchdist_ref.simulation.store import SimulatedStore
+from torchdist_ref.simulation.store import SimulatedStore, watched_waits
 from torchdist_ref.simulation.world import SimulatedWorld, transport
 
 _one_at_a_time = threading.Lock()
@@ -45,13 +45,39 @@ def simulated_store() -> SimulatedStore:
     Raises:
         ArgumentError: The caller is no simulated rank.
     """
-    found = _store_of_run.get()
-    if found is None:
-        raise ArgumentError(explain("simulated_store", "caller", "a rank of simulation.run", "none"))
-    return found
+    return _of_caller("simulated_store")[0].store
 
 
-_store_of_run: contextvars.ContextVar[SimulatedStore | None] = contextvars.ContextVar("simulated store", default=None)
+def simulated_operations() -> int:
+    """Return the number of operations of the calling rank so far, as `Kill` counts them.
+
+    A program that returns it before and after a call tells which operations belong to the call.
+
+    Raises:
+        ArgumentError: The caller is no simulated rank.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref import simulation
+        >>> def program(rank):
+        ...     before = simulation.simulated_operations()
+        ...     dist.barrier()
+        ...     return simulation.simulated_operations() > before
+        >>> simulation.run(program, 2).values
+        [True, True]
+    """
+    run, task = _of_caller("simulated_operations")
+    return run.operations[task.owner]
+
+
+def _of_caller(function: str) -> tuple[OneRun, Task]:
+    found, task = _run_of_rank.get(), current_task()
+    if found is None or task is None:
+        raise ArgumentError(explain(function, "caller", "a rank of simulation.run", "none"))
+    return found, task
+
+
+_run_of_rank: contextvars.ContextVar[OneRun | None] = contextvars.ContextVar("run of a simulated rank", default=None)
 
 
 class OneRun:
@@ -110,35 +136,61 @@ class OneRun:
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
         program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
         programs = [program] if program else []
-        with _collected_at_fixed_points(), _one_thread(), refusing(), installed(programs), transport(self.world):
+        with (
+            _collected_at_fixed_points(),
+            _one_thread(),
+            refusing(),
+            installed(programs),
+            watched_waits(),
+            transport(self.world),
+        ):
             with building(scheduler):
-                store = SimulatedStore(self.world)
+                self.store = SimulatedStore(self.world)
             for rank in range(self.size):
                 context = contextvars.copy_context()
-                self.main.append(scheduler.spawn(rank, f"rank {rank}", partial(context.run, self._rank, rank, store)))
+                self.main.append(scheduler.spawn(rank, f"rank {rank}", partial(context.run, self._rank, rank)))
             for fault in self.faults:
                 if fault.at is not None:
                     scheduler.at(fault.at, partial(self._apply, fault))
             if self.timeout is not None:
                 scheduler.at(self.timeout, scheduler.stop_run)
-            scheduler.run(self._watch)
+            try:
+                scheduler.run(self._watch)
+            finally:
+                self._forget()
 
-    def _rank(self, rank: int, store: SimulatedStore) -> None:
+    def _forget(self) -> None:
+        """Drop what refers to the groups of the ranks: as cycles of a run they would live long, with megabytes each."""
+        world = self.world
+        left: tuple[Any, ...] = (
+            self.main,
+            self.scheduler.tasks,
+            world.on_death,
+            world.held,
+            world.segments,
+            world.ends,
+        )
+        for each in left:
+            each.clear()
+        self.scheduler.forget_events()
+        del self.store
+
+    def _rank(self, rank: int) -> None:
         self.world.place(rank)
-        _store_of_run.set(store)
+        _run_of_rank.set(self)
         try:
             with worlds.thread_rank():
-                outcome = self._program(rank, store)
+                outcome = self._program(rank)
         except Exception as error:
             outcome = Outcome(rank, error=error)
         self.outcomes[rank], self.times[rank] = outcome, self.scheduler.now
         kind, facts = ("raised", (type(outcome.error).__name__,)) if outcome.error else ("returned", ())
         self.timeline.add(self.scheduler.now, rank, kind, *facts)
 
-    def _program(self, rank: int, store: SimulatedStore) -> Outcome:
+    def _program(self, rank: int) -> Outcome:
         try:
             if self.init:
-                groups.init_process_group(self.backend, store=store, rank=rank, world_size=self.size)
+                groups.init_process_group(self.backend, store=self.store, rank=rank, world_size=self.size)
             value = self.fn(rank, *self.args)
             if groups.is_initialized():
                 groups.destroy_process_group()
@@ -198,6 +250,9 @@ class OneRun:
         if self._activity != self.scheduler.activity:
             self._activity = self.scheduler.activity
             self.scheduler.alarm()
+        elif self.deadlock:
+            # A wait has looked for failures, and found none.
+            return
         if not self.scheduler.can_continue:
             self.deadlock = self.deadlock or self._who_waits()
             self.world.share_waits()

@@ -39,12 +39,11 @@ NEVER = 3.0e7
 _SLICES = {
     "backends.ref.tag_matching": NEVER,
     "transports.link": NEVER,
-    "stores.prefix": NEVER,
     "work": NEVER,
     "backends.worker_threads": 1.0,
 }
-"""Interval at which waits look for failures, by module. Those of links and stores are woken when there is something to
-see, so they need not look by themselves."""
+"""Interval at which waits look for failures, by module. Those of links are woken when there is something to
+see, so they need not look by themselves. Those of stores are in `store.watched_waits`."""
 
 
 def _step() -> Task | None:

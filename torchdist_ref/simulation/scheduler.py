@@ -36,8 +36,9 @@ from typing import Any, NoReturn
 
 from torchdist_ref.simulation.generators import Generators
 
-EVENT, TIMEOUT = 0, 1
-"""Kinds of entries in the queue of times. Time-outs are no progress: where only they are left, ranks wait in vain."""
+EVENT, TIMEOUT, CHECK = 0, 1, 2
+"""Kinds of entries in the queue of times. Time-outs are no progress: where only they are left, ranks wait in vain. The
+time-out of a wait that only looks for failures and goes on is a check."""
 FAR_SECONDS = 1.0e7
 """Virtual seconds from now after which a time-out counts as none: four months."""
 _PREEMPTION = 0.05
@@ -104,6 +105,7 @@ class Task:
         uncached: Part of the call that the task is in which memory limits.
         calls: Number of calls of the library that the task is in: their processor time is no computation.
         alarmed: Whether something has changed that a wait has to look at again.
+        watched: Kind of the time-out of the next wait in the store if it is one that looks for failures; None if not.
         has_ended: Whether its function has returned.
         joiners: Tasks that wait for its end.
     """
@@ -119,6 +121,7 @@ class Task:
         self.waits_for: Any = None
         self.purpose = ""
         self.alarmed = self.has_ended = False
+        self.watched: int | None = None
         self.joiners: list[Task] = []
         # The number of the wait that the task is in tells its time-out from those of earlier waits.
         self.wait_number = 0
@@ -241,18 +244,19 @@ class Scheduler:
 
     # Waiting
 
-    def block(self, waits_for: Any, seconds: float | None = None) -> bool:
+    def block(self, waits_for: Any, seconds: float | None = None, kind: int = TIMEOUT) -> bool:
         """Let others run until this task is woken; return the argument of `wake`, or False after the time-out.
 
         Args:
             waits_for: Description of the wait, for reports.
             seconds: Longest wait in virtual seconds; None for no limit.
+            kind: Kind of this limit, `TIMEOUT` or `CHECK`.
         """
         task = self.running()
         task.waits_for, task.result = waits_for, False
         task.wait_number += 1
         if seconds is not None:
-            self._push(self.now + max(0.0, seconds), TIMEOUT, (task, task.wait_number))
+            self._push(self.now + max(0.0, seconds), kind, (task, task.wait_number))
         self._switch(task)
         return task.result
 
@@ -351,6 +355,12 @@ class Scheduler:
     def _push(self, time: float, kind: int, what: Callable[[], object] | tuple[Task, int]) -> None:
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, kind, what))
+
+    def forget_events(self) -> None:
+        """Drop what would still happen; for a run that is over."""
+        self._events.clear()
+        self._ready.clear()
+        self._held.clear()
 
     # Ranks
 
@@ -454,7 +464,7 @@ class Scheduler:
             task, number = what
             if task.wait_number == number and task.waits_for is not None:
                 self.now = max(self.now, time)
-                self.activity += 1
+                self.activity += kind == TIMEOUT
                 self.wake(task, False)
             return
         self._pending -= kind == EVENT

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torchdist_ref.simulation.scheduler import Scheduler, Task, current_task
+from torchdist_ref.simulation.scheduler import CHECK, TIMEOUT, Scheduler, Task, current_task
 from torchdist_ref.simulation.world import SimulatedWorld
 from torchdist_ref.stores import HashStore
 from torchdist_ref.stores.base import Text, quote_keys
+from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import Deadline
 
 
@@ -26,10 +28,10 @@ class _Changes:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, kind: int = TIMEOUT) -> None:
         task = self._scheduler.running()
         self._waiting.append(task)
-        self._scheduler.block(self, seconds)
+        self._scheduler.block(self, seconds, kind)
         if task in self._waiting:
             self._waiting.remove(task)
 
@@ -46,7 +48,7 @@ class _Changes:
 class SimulatedStore(HashStore):
     """Store of a simulation, on the host of rank 0. Each request takes a message there and one back.
 
-    A wait ends at an alarm as at its time-out, so that `WatchedStore` looks for failures.
+    A wait of a `WatchedStore` ends at an alarm as at its next check, so that it looks for failures.
 
     Args:
         world: The world.
@@ -55,7 +57,8 @@ class SimulatedStore(HashStore):
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
         self._world = world
-        self._changed = _Changes(world.scheduler)  # type: ignore[assignment]
+        self._changes = _Changes(world.scheduler)
+        self._changed = self._changes  # type: ignore[assignment]
         self._wills: dict[int, tuple[str, Text]] = {}
         self.session_key = bytes(32)
         world.on_death.append(self._fulfil)
@@ -111,14 +114,44 @@ class SimulatedStore(HashStore):
         task = current_task()
         if task is None:
             return super()._wait_for(operation, deadline, missing)
+        kind, task.watched = task.watched, None
+        watched = kind is not None
         while absent := missing(self._table):
-            if deadline.passed() or task.alarmed:
-                task.alarmed = False
+            if deadline.passed() or (watched and task.alarmed):
+                task.alarmed = task.alarmed and not watched
                 raise self._timed_out(operation, absent, deadline)
-            task.alarmable += 1
+            task.alarmable += watched
             task.purpose = f"keys in the store ({quote_keys(absent)})"
             try:
-                self._changed.wait(deadline.remaining())
+                self._changes.wait(deadline.remaining(), TIMEOUT if kind is None else kind)
             finally:
-                task.alarmable, task.purpose = task.alarmable - 1, ""
+                task.alarmable, task.purpose = task.alarmable - watched, ""
         return None
+
+
+@contextmanager
+def watched_waits() -> Iterator[None]:
+    """Let waits of watched stores look for failures at longer and longer intervals of virtual time, in the block.
+
+    Deaths wake them. A check finds what a living rank publishes, and a death that an earlier wait did not need.
+    """
+    real = WatchedStore.next_check
+
+    def next_check(self: WatchedStore, deadline: Deadline) -> float:
+        task, first = current_task(), real(self, deadline)
+        if task is None:
+            return first
+        remaining = deadline.remaining()
+        seconds = max(first, min(_GROWTH * (deadline.seconds - remaining), remaining))
+        task.watched = CHECK if seconds < remaining else TIMEOUT
+        return seconds
+
+    WatchedStore.next_check = next_check  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WatchedStore.next_check = real  # type: ignore[method-assign]
+
+
+_GROWTH = 4.0
+"""Time until the next check of a wait, as a multiple of the time for which it has waited."""

@@ -23,7 +23,7 @@ from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow, window_for
 
-HOST_PREFIX = "simulated/"
+HOST_PREFIX = "simulated host "
 WINDOW_BYTES = 512 * 1024
 """Window between hosts, as over TCP."""
 FIRST_PID = 1000
@@ -101,9 +101,7 @@ class SimulatedWorld:
         scheduler.kill(rank)
 
         def known() -> None:
-            self.dead[rank] = Ending(
-                KILLED, FIRST_PID + rank, f"simulated host {self.wires.hosts[rank]}", signal.SIGKILL
-            )
+            self.dead[rank] = Ending(KILLED, FIRST_PID + rank, f"{HOST_PREFIX}{self.wires.hosts[rank]}", signal.SIGKILL)
             for react in self.on_death:
                 react(rank)
             scheduler.alarm()

@@ -280,9 +280,13 @@ class WatchedStore(PrefixStore):
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         deadline = self._deadline("wait", timeout)
-        while not self._appeared(keys, Deadline(min(CHECK_SECONDS, deadline.remaining()))):
+        while not self._appeared(keys, Deadline(self.next_check(deadline))):
             if self._appeared_at_last(keys, deadline):
                 return
+
+    def next_check(self, deadline: Deadline) -> float:
+        """Return the seconds after which a wait checks for failures next."""
+        return min(CHECK_SECONDS, deadline.remaining())
 
     def _appeared_at_last(self, keys: Sequence[Text], deadline: Deadline) -> bool:
         """Return whether the keys have appeared, once a rank has failed or the deadline has passed; raise if not."""
@@ -314,7 +318,7 @@ class WatchedStore(PrefixStore):
     ) -> list[bytes] | None:
         """Return the values of the keys, or None if they do not appear before the next check for failures."""
         # A timedelta has whole microseconds. A wait of none would leave a virtual clock just before the deadline.
-        seconds = max(timedelta.resolution, timedelta(seconds=min(CHECK_SECONDS, deadline.remaining())))
+        seconds = max(timedelta.resolution, timedelta(seconds=self.next_check(deadline)))
         try:
             return super().wait_get(keys, seconds, publish, on_disconnect)
         except StoreTimeoutError:

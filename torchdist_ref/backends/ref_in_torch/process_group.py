@@ -869,7 +869,7 @@ class RefProcessGroup(CallsFromTorch):
 
         Args:
             timeout: Longest wait for the other ranks. Default: the group's time-out.
-            wait_all_ranks: Accepted for compatibility with torch: every error names all missing ranks.
+            wait_all_ranks: Accepted for compatibility with torch: an error at the time-out names all missing ranks.
         """
         from torchdist_ref.debug.monitored import run_monitored_barrier
         from torchdist_ref.recorder import StoreCall
