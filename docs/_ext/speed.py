@@ -33,7 +33,7 @@ def condense(reports: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     for mpi, report in reports:
         for rows in by_cell(report["results"]).values():
             ref = rows["ref"]
-            cell = cells[report["settings"]["namespaces"], ref["world"], ref["op"], ref["size_bytes"]]
+            cell = cells[bool(report["settings"]["namespaces"]), ref["world"], ref["op"], ref["size_bytes"]]
             cell["seconds"] += ref["samples_seconds"]
             for other in rows.keys() - {"ref"}:
                 pairs = list(zip(rows[other]["samples_seconds"], ref["samples_seconds"], strict=True))

@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import pickle
+import socket
 import sys
 from argparse import Namespace
 from functools import partial
@@ -27,6 +28,7 @@ from torchdist_ref.benchmark.competitors import available
 from torchdist_ref.benchmark.rounds import HUB, ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
 from torchdist_ref.processes import control as processes
+from torchdist_ref.testing import namespaces
 
 HERE = Path(torchdist_ref.__file__).parents[1]
 
@@ -155,6 +157,37 @@ def test_this_checkout_against_itself(
         prod(each["ratio"] for each in report["results"]) ** (1 / len(cells))
     )
     assert f"over {len(cells)} cells" in capsys.readouterr().out
+
+
+def on_a_host(context: RankContext) -> None:
+    """Report the host and the network interfaces of each rank of each side."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    context.report(context.exchange((context.host.ipv4, interfaces), everyone=True))
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_ranks_of_each_side_are_on_the_same_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "start_child", forked_side)
+    reports: dict[int, Any] = {}
+    with namespaces.hosts(2) as pair:
+        sides = dict.fromkeys(SIDES, HERE)
+        ranks.run_programs(on_a_host, 3, reports.__setitem__, sides, hosts=pair)
+    one, other = ((host.ipv4, ["lo", host.interface]) for host in pair)
+    assert reports == dict.fromkeys(range(3), [one, one, other] * 3)
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_checkouts_are_compared_on_hosts(
+    tmp_path: Path, python_with_torch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", python_with_torch)
+    out = tmp_path / "out.json"
+    where = ["--namespaces", "3", "--world", "3", "--backends", "ref"]
+    calls = ["--ops", "all_reduce", "--sizes", "1K", "--repetitions", "2", "--seconds", "0.001"]
+    assert main([*calls, *where, "--against-checkout", str(HERE), "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["settings"]["namespaces"] == 3
+    assert [entry["op"] for entry in report["results"]] == ["all_reduce"]
 
 
 def test_ranks_of_the_old_checkout_import_the_old_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

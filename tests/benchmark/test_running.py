@@ -89,7 +89,7 @@ def test_namespaces_put_each_half_of_the_ranks_on_a_host(tmp_path: Path) -> None
     named = ["--ops", "all_reduce", "--sizes", "1K", "--backends", "ref,gloo", "--world", "3", "--namespaces"]
     assert main([*named, "--repetitions", "2", "--seconds", "0.001", "--json", str(out)]) == 0
     assert {entry["backend"] for entry in results(out)} == {"ref", "gloo", "limit"}
-    assert json.loads(out.read_text())["settings"]["namespaces"] is True
+    assert json.loads(out.read_text())["settings"]["namespaces"] == 2
 
 
 def test_a_backend_that_cannot_be_made_is_left_out_with_a_reason(
@@ -140,6 +140,8 @@ def test_wrong_result_raises() -> None:
         (["--world", "1"], "--world"),
         (["--against", "gloo", "--backends", "ref"], "--against"),
         (["--namespaces", "--backends", "ref,mpi4py"], "--namespaces"),
+        (["--namespaces", "1"], "--namespaces"),
+        (["--namespaces", "4", "--backends", "ref", "--world", "3"], "--world 3"),
         (["store", "--clients", "0"], "--clients"),
         (["faults", "--ops", "gossip"], "--ops"),
         (["faults", "--size", "large"], "'large'"),

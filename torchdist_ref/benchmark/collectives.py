@@ -47,7 +47,8 @@ def add_options(add: AddOption) -> None:
     add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="of the tensors")
     add("--device", default="cpu", help="type of the tensors' device, such as cpu or cuda; ranks share the devices")
     add("--window", type=report.parse_size, help="of the limit column (by default the backend's)")
-    add("--namespaces", action="store_true", help="half the ranks on a host of their own (needs root)")
+    hosts = "put equal parts of the ranks on so many hosts (2 without a number; needs root)"
+    add("--namespaces", nargs="?", const=2, default=0, type=at_least(2), metavar="HOSTS", help=hosts)
     add("--against", help="backend that the others are compared with (by default the last one)")
     add("--plot", type=plot_file, metavar="FILE.svg", help="draw time over size")
 
@@ -161,7 +162,12 @@ def run(harness: Harness) -> None:
         raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")
     settings.window = settings.window or window_for(settings.world)
     harness.shows_parts = not harness.against
-    harness.run(partial(measure, settings=settings), settings.world, mpi, inf if settings.namespaces else None)
+    if settings.namespaces > settings.world:
+        raise ArgumentError(
+            explain("benchmark", "--namespaces", f"at most --world {settings.world}", settings.namespaces)
+        )
+    cable = inf if settings.namespaces else None
+    harness.run(partial(measure, settings=settings), settings.world, mpi, cable, settings.namespaces)
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:

@@ -19,7 +19,8 @@ import json
 import os
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
@@ -119,15 +120,18 @@ class Harness:
         self.shows_parts, self._shown, self._heading = False, 0, ""
         self._pending: list[list[Result]] = [[] for _ in checkouts.SIDES]
 
-    def run(self, program: Program, world: int, mpi: bool = False, cable: float | None = None) -> list[Any]:
+    def run(
+        self, program: Program, world: int, mpi: bool = False, cable: float | None = None, count: int = 2
+    ) -> list[Any]:
         """Run a program on ranks, and return what each returns; or on those of all checkouts at once.
 
         Args:
             program: Function of each rank.
             world: Number of ranks.
             mpi: Whether ``mpiexec`` starts the ranks, which return nothing.
-            cable: Bits a second of the cable between two hosts, each with half of the ranks; infinite for no limit.
-                Default None: all ranks are on this machine itself.
+            cable: Bits a second that each of several hosts sends, of which each has a part of the ranks; infinite for
+                no limit. Default None: all ranks are on this machine itself.
+            count: Number of these hosts. Default 2.
 
         Raises:
             UnsupportedError: This machine has no network namespaces, or this process may not make them.
@@ -135,15 +139,17 @@ class Harness:
         from torchdist_ref.benchmark import ranks
         from torchdist_ref.testing import namespaces
 
-        if self.against or mpi:
-            ranks.run_programs(program, world, self.on_report, checkouts.folders(self.against), mpi)
-            return []
-        if cable is None:
-            return ranks.run_ranks(program, world, self.on_report)
-        if reason := namespaces.missing():
-            raise UnsupportedError(f"benchmark: ranks can't be put on two hosts: {reason}.")
-        with namespaces.hosts(ranks.HOSTS, cable if isfinite(cable) else None) as pair:
-            return ranks.run_ranks(program, world, self.on_report, pair)
+        with ExitStack() as stack:
+            hosts: Sequence[namespaces.Host] = ()
+            if cable is not None:
+                if reason := namespaces.missing():
+                    raise UnsupportedError(f"benchmark: ranks can't be put on {count} hosts: {reason}.")
+                hosts = stack.enter_context(namespaces.hosts(count, cable if isfinite(cable) else None))
+            if self.against or mpi:
+                sides = checkouts.folders(self.against)
+                ranks.run_programs(program, world, self.on_report, sides, mpi, hosts)
+                return []
+            return ranks.run_ranks(program, world, self.on_report, hosts)
 
     def on_report(self, side: int, event: Any) -> None:
         """Handle a heading or a remark of the first side, or a result of any."""

@@ -33,7 +33,6 @@ from torchdist_ref.testing import namespaces, run
 Program = Callable[[RankContext], Any]
 OnReport = Callable[[int, Any], None]
 TERMINATE_SECONDS = 5.0
-HOSTS = 2
 
 
 def run_ranks(
@@ -45,7 +44,7 @@ def run_ranks(
         program: Function of each rank.
         world: Number of ranks.
         on_report: Called here with the side and each thing that rank 0 reports, in order, on another thread.
-        hosts: Hosts of the ranks: the first part of them is on the first host. Default: this machine.
+        hosts: As of `ParentAddress`.
 
     Returns:
         Each rank's result.
@@ -53,22 +52,21 @@ def run_ranks(
     Raises:
         RankError: A rank failed.
     """
-    with hub(world, on_report) as address:
+    with hub(world, on_report, hosts=hosts) as address:
 
         def start(rank: int) -> Any:
-            host = hosts[rank * len(hosts) // world] if hosts else None
-            context = RankContext(address, rank, host=host)
-            if host:
-                host.enter()
-                # Gloo and `ref` read this one.
-                os.environ["GLOO_SOCKET_IFNAME"] = host.interface
-            return program(context)
+            return program(RankContext(address, rank))
 
         return run(start, world, ranks="processes", init=False, timeout=started_rank.DAY_SECONDS)
 
 
 def run_programs(
-    program: Program, world: int, on_report: OnReport, checkouts: Mapping[str, Path], mpi: bool = False
+    program: Program,
+    world: int,
+    on_report: OnReport,
+    checkouts: Mapping[str, Path],
+    mpi: bool = False,
+    hosts: Sequence[namespaces.Host] = (),
 ) -> None:
     """Run a program, which can be pickled, on ranks of several checkouts at once; one of them has a turn at a time.
 
@@ -78,11 +76,12 @@ def run_programs(
         on_report: As of `run_ranks`.
         checkouts: Folders by names.
         mpi: Whether ``mpiexec`` starts the ranks.
+        hosts: As of `ParentAddress`.
 
     Raises:
         DistBackendError: A rank failed.
     """
-    with hub(world, on_report, len(checkouts)) as address, ExitStack() as stack:
+    with hub(world, on_report, len(checkouts), hosts) as address, ExitStack() as stack:
         running: dict[Any, tuple[processes.Child, str, int]] = {}
         for side, (name, checkout) in enumerate(checkouts.items()):
             child = start_child(address, program, checkout, side, mpi)
@@ -106,12 +105,15 @@ def start_child(address: ParentAddress, program: Program, checkout: Path, side: 
     set_here = {"PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     # -P keeps the folder of the script off the path.
     command = [*launcher, sys.executable, "-P", started_rank.__file__, folder, *(["mpi"] if mpi else [])]
+    inherited = [host.namespace for host in address.hosts]
     # In a session of its own Ctrl-C reaches MPI's ranks once, from here.
-    return processes.spawn(command, new_session=mpi, env={**os.environ, **set_here})
+    return processes.spawn(command, new_session=mpi, env={**os.environ, **set_here}, pass_fds=inherited)
 
 
 @contextmanager
-def hub(world: int, on_report: OnReport, sides: int = 1) -> Iterator[ParentAddress]:
+def hub(
+    world: int, on_report: OnReport, sides: int = 1, hosts: Sequence[namespaces.Host] = ()
+) -> Iterator[ParentAddress]:
     """Serve ranks until the block ends, when they have ended: yield the address to which they connect."""
     (stopped, stop), listener = Pipe(duplex=False), socket.socket(socket.AF_UNIX)
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder, stopped, stop, listener:
@@ -122,7 +124,7 @@ def hub(world: int, on_report: OnReport, sides: int = 1) -> Iterator[ParentAddre
         thread = threading.Thread(target=_serve, args=(listener, stopped, world, on_report), name="benchmark hub")
         thread.start()
         try:
-            yield ParentAddress(folder, world, sides)
+            yield ParentAddress(folder, world, sides, tuple(hosts))
         finally:
             stop.send(None)
             thread.join()

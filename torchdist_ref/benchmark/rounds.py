@@ -248,33 +248,41 @@ class ParentAddress:
         folder: Folder of the run, with the hub's socket.
         world: Number of ranks of a side.
         sides: Number of sides.
+        hosts: Hosts of `torchdist_ref.testing.namespaces`, whose descriptors the ranks have inherited: the first part
+            of the ranks of each side is on the first host. Default: this machine.
     """
 
     folder: str
     world: int
     sides: int
+    hosts: Sequence[Any] = ()
 
 
 class RankContext:
-    """One rank of a benchmark, connected to the parent.
+    """One rank of a benchmark, connected to the parent. It moves this process to the rank's host, if there are hosts.
 
     Args:
         address: Address of the parent.
         rank: This rank.
         side: Number of this side, which runs this library's or another checkout's ranks.
-        host: Host of `torchdist_ref.testing.namespaces` that this rank runs on, if any.
 
     Attributes:
-        rank, side, host: As given.
+        rank, side: As given.
+        host: Host of `torchdist_ref.testing.namespaces` that this rank runs on, or None.
         world: Number of ranks on this side.
         sides: Number of sides.
         folder: Folder for stores; it is removed when the ranks have ended.
         start_line: Barrier of all ranks of this side.
     """
 
-    def __init__(self, address: ParentAddress, rank: int, side: int = 0, host: Any = None) -> None:
-        self.rank, self.side, self.host = rank, side, host
+    def __init__(self, address: ParentAddress, rank: int, side: int = 0) -> None:
+        self.rank, self.side = rank, side
         self.world, self.sides = address.world, address.sides
+        self.host = address.hosts[rank * len(address.hosts) // self.world] if address.hosts else None
+        if self.host:
+            self.host.enter()
+            # Gloo and `ref` read this one.
+            os.environ["GLOO_SOCKET_IFNAME"] = self.host.interface
         self.folder = os.path.join(address.folder, str(side))
         self._hub = Client(os.path.join(address.folder, HUB))
         self._hub.send(side * self.world + rank)
