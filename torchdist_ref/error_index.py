@@ -40,6 +40,7 @@ ENTRIES = (
     ("groups-created-differently", r"^MismatchError: (new|split|shrink)_\w+: "),
     ("message-differs", r"^MismatchError: .* of a message of "),
     ("message-differs", r"^MismatchError: .* expects a message of "),
+    ("bits-differ", r"^MismatchError: Fingerprints: "),
     ("calls-differ", r"^MismatchError: "),
     # Process groups.
     ("initialized-twice", r"default process group twice"),
@@ -55,6 +56,8 @@ ENTRIES = (
     ("group-was-destroyed", r"^DestroyedGroupError: "),
     ("device-mesh", r": (DeviceMesh|init_device_mesh)\b"),
     # Training.
+    ("micro-batches", r": MicroBatches: "),
+    ("fingerprint-argument", r": (fingerprint|first_difference): "),
     ("hook-result", r"DistributedDataParallel: communication hook .*(returned|raised| its Future holds)"),
     (
         "hook-is-not-a-hook",

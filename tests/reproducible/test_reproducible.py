@@ -176,11 +176,50 @@ def test_16_bit_parameters_and_missing_gradients_are_named() -> None:
         with pytest.raises(ArgumentError) as missing:
             for number in batches.step():
                 model(torch.ones(2, 3), both=number % 2 == 1).sum().backward()
-        return [str(narrow.value), str(missing.value)]
+        # Two ranks run two each, so that the one without is also each rank's last.
+        with pytest.raises(ArgumentError) as last:
+            for number in batches.step():
+                model(torch.ones(2, 3), both=number % 2 == 0).sum().backward()
+        return [str(narrow.value), str(missing.value), str(last.value)]
 
-    narrow, missing = run(program, 2)[0]
-    assert "float32 or float64 parameters, and 'module.2.weight' is torch.bfloat16" in narrow
+    narrow, missing, last = run(program, 2)[0]
+    assert "float32 or float64 parameters with dense gradients, and 'module.2.weight' is torch.bfloat16" in narrow
     assert "and 'module.unused.weight' got none in micro-batch 0" in missing
+    assert "and 'module.unused.weight' got none in micro-batch 1" in last
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_sparse_gradients_are_named(share: int) -> None:
+    """In a rank's only micro-batch, which DDP communicates, and in one before."""
+
+    def program(rank: int) -> str:
+        model = dist.DistributedDataParallel(nn.Sequential(nn.Embedding(5, 2, sparse=True)))
+        # DDP names the hook too, in an error of its own.
+        with pytest.raises((ArgumentError, dist.DistError)) as caught:
+            for _ in MicroBatches(2 * share, model).step():
+                model(torch.tensor([1, 3])).sum().backward()
+        return str(caught.value)
+
+    assert "the gradient of 'module.0.weight' is sparse_coo" in run(program, 2)[0]
+
+
+def test_parameters_of_two_exact_dtypes_have_equal_weights() -> None:
+
+    class ToDouble(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh().double()
+
+    start = nn.Sequential(nn.Linear(13, 7), ToDouble(), nn.Linear(7, 5).double())
+
+    def program(rank: int) -> dict[str, str]:
+        model = dist.DistributedDataParallel(copy.deepcopy(start))
+        for number in MicroBatches(4, model).step():
+            inputs, targets = samples("mlp", torch.Generator().manual_seed(number))
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+        return fingerprint(model, gradients=True)
+
+    one, *others = (run(program, size)[0] for size in (1, 2, 4))
+    assert all(other == one for other in others)
 
 
 def test_ranks_that_differ_are_named_with_step_and_tensor(tmp_path: Path) -> None:

@@ -61,11 +61,15 @@ def fingerprint(tensors: nn.Module | Mapping[str, Tensor], gradients: bool = Fal
     if isinstance(tensors, nn.Module):
         parameters = dict(tensors.named_parameters())
         found = {f"{name}.grad": p.grad for name, p in parameters.items() if gradients and p.grad is not None}
-        named: Mapping[str, Tensor] = {**found, **parameters, **dict(tensors.named_buffers())}
+        named: Mapping[str, Any] = {**found, **parameters, **dict(tensors.named_buffers())}
     elif isinstance(tensors, Mapping):
         named = tensors
     else:
         raise ArgumentTypeError(explain_type("fingerprint", "tensors", "a module, or tensors by name", type(tensors)))
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            expected = f"a module, or tensors by name, and {name!r} is none"
+            raise ArgumentTypeError(explain_type("fingerprint", "tensors", expected, str(type(tensor))))
     return {name: _hash(tensor) for name, tensor in named.items()}
 
 
@@ -165,6 +169,7 @@ def first_difference(
 
     Raises:
         ArgumentError: A file is not a record.
+        ArgumentTypeError: An argument is neither.
 
     Example:
         >>> import torch
@@ -190,6 +195,8 @@ def first_difference(
 def _steps(record: str | PathLike[str] | Fingerprints) -> Record:
     if isinstance(record, Fingerprints):
         return record.steps
+    if not isinstance(record, (str, PathLike)):
+        raise ArgumentTypeError(explain_type("first_difference", "record", "Fingerprints, or a path", type(record)))
     try:
         found = [json.loads(line) for line in _lines(record)]
     except ValueError as error:
