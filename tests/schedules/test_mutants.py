@@ -124,16 +124,16 @@ def changed_moves(move: Move, world: int) -> Iterator[tuple[str, tuple[Move, ...
     (read, i), (write, j) = move.read, move.write
     yield "dropped", ()
     yield "doubled", (move, move)
-    yield "reduce flipped", (replace(move, reduce=not move.reduce),)
-    yield "turned round", (replace(move, src=move.dst, dst=move.src),)
+    yield "reduce flipped", (move._replace(reduce=not move.reduce),)
+    yield "turned round", (move._replace(src=move.dst, dst=move.src),)
     for shift in range(1, world):
-        yield "from another rank", (replace(move, src=(move.src + shift) % world),)
-        yield "to another rank", (replace(move, dst=(move.dst + shift) % world),)
+        yield "from another rank", (move._replace(src=(move.src + shift) % world),)
+        yield "to another rank", (move._replace(dst=(move.dst + shift) % world),)
     for shift in (-1, 1):
-        yield "other slot read", (replace(move, read=(read, i + shift)),)
-        yield "other slot written", (replace(move, write=(write, j + shift)),)
-    yield "other buffer read", (replace(move, read=(OTHER[read], i)),)
-    yield "other buffer written", (replace(move, write=(OTHER[write], j)),)
+        yield "other slot read", (move._replace(read=(read, i + shift)),)
+        yield "other slot written", (move._replace(write=(write, j + shift)),)
+    yield "other buffer read", (move._replace(read=(OTHER[read], i)),)
+    yield "other buffer written", (move._replace(write=(OTHER[write], j)),)
 
 
 def mutated_rounds(rounds: tuple[Round, ...], world: int) -> Iterator[tuple[str, tuple[Round, ...]]]:

@@ -25,7 +25,7 @@ Do not add here: exchanges with the same neighbor in every step (`ring`).
 from __future__ import annotations
 
 from torchdist_ref.schedules.direct import SIGNAL
-from torchdist_ref.schedules.schedule import Move, Schedule, Slot, arriving, carry
+from torchdist_ref.schedules.schedule import Move, Schedule, Slot, arriving, carry, to_targets
 from torchdist_ref.schedules.tree import steps
 
 
@@ -40,7 +40,10 @@ def all_gather(world: int) -> Schedule:
         count = min(distance, world - distance)
         return [carry(peer, rank, ("out", (peer + k) % world)) for k in range(count)]
 
-    rounds = arriving(world, 1 + steps(world), arrivals, period=1)
+    def target(step: int, rank: int) -> tuple[int]:
+        return ((rank - (1 << step >> 1)) % world,)
+
+    rounds = arriving(world, 1 + steps(world), arrivals, to_targets(arrivals, target), period=1)
     return Schedule("bruck all_gather", world, rounds, world)
 
 
@@ -60,7 +63,10 @@ def all_to_all(world: int) -> Schedule:
 
         return [hop(k) for k in range(world) if k & bit]
 
-    rounds = arriving(world, 1 + steps(world), arrivals, period=1)
+    def target(step: int, rank: int) -> tuple[int]:
+        return ((rank + (1 << step >> 1)) % world,)
+
+    rounds = arriving(world, 1 + steps(world), arrivals, to_targets(arrivals, target), period=1)
     return Schedule("bruck all_to_all", world, rounds, world)
 
 
@@ -70,7 +76,8 @@ def dissemination_barrier(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - (1 << step)) % world, rank, SIGNAL)]
 
-    rounds = arriving(world, steps(world), arrivals, period=1)
+    leaving = to_targets(arrivals, lambda step, rank: ((rank + (1 << step)) % world,))
+    rounds = arriving(world, steps(world), arrivals, leaving, period=1)
     return Schedule("dissemination barrier", world, rounds, chunks=0)
 
 
@@ -83,7 +90,8 @@ def _pairwise(name: str, world: int, reduce: bool) -> Schedule:
             for peer in peers
         ]
 
-    return Schedule(name, world, arriving(world, max(1, world - 1), arrivals, period=1), world)
+    leaving = to_targets(arrivals, lambda step, rank: (rank, (rank + step + 1) % world))
+    return Schedule(name, world, arriving(world, max(1, world - 1), arrivals, leaving, period=1), world)
 
 
 def pairwise_all_to_all(world: int) -> Schedule:

@@ -15,7 +15,9 @@ from itertools import chain
 
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.schedule import (
+    Arrivals,
     Move,
+    Own,
     Pattern,
     Round,
     Rounds,
@@ -34,32 +36,49 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
 
     Args:
         schedule: to change.
-        change: called when the round is asked for.
+        change: called when the round is asked for; both ends of the move must stay.
         symmetric: ``change`` treats all ranks alike, so that some ranks can still represent all.
     """
 
     def changed(runs: Runs) -> Runs:
         return tuple(chain.from_iterable(map(change, single(runs))))
 
-    return replace(schedule, rounds=_changed(schedule.rounds, changed, spacing=1 if symmetric else 0))
+    before, all_ranks = schedule.own, range(schedule.world)
+    own = Own(
+        lambda step, rank: changed(tuple(before.into(step, rank))),
+        lambda step, rank: changed(tuple(before.out_of(step, rank))),
+        # Moves may become several on some ranks and none on others.
+        before.alike if symmetric else lambda step: all_ranks,
+    )
+    return replace(schedule, rounds=_changed(schedule.rounds, changed, int(symmetric), own))
 
 
-def relabeled(schedule: Schedule, change: Callable[[Move], Move], spacing: int) -> Schedule:
-    """Rename ranks or slots; runs stay runs.
+Relabel = Callable[[Iterable[Move | Run]], Runs]
+
+
+def _relabel(change: Callable[[Move], Move]) -> Relabel:
+    """Return a function that renames ranks or slots in moves; runs stay runs.
 
     Args:
-        schedule: to change.
         change: called with a move, or the first of a run, when it is asked for; indices of slots must stay.
-        spacing: rank ``r`` becomes rank ``r * spacing``, up to an exchange of all; 0 if it becomes any other.
     """
 
-    def changed(runs: Runs) -> Runs:
+    def changed(runs: Iterable[Move | Run]) -> Runs:
         return tuple(change(item) if isinstance(item, Move) else Run(change(item.first), item.length) for item in runs)
 
-    return replace(schedule, rounds=_changed(schedule.rounds, changed, spacing))
+    return changed
 
 
-def _changed(rounds: Sequence[Round], changed: Callable[[Runs], Runs], spacing: int) -> Rounds:
+def _changed(rounds: Sequence[Round], changed: Callable[[Runs], Runs], spacing: int, own: Own) -> Rounds:
+    """Return rounds in which the moves are changed.
+
+    Args:
+        rounds: to change.
+        changed: called with the moves of a round.
+        spacing: rank ``r`` becomes rank ``r * spacing``, up to an exchange of all; 0 if it becomes any other.
+        own: moves of single ranks, changed.
+    """
+
     def pattern(step: int) -> Pattern | None:
         found = pattern_of(rounds, step)
         if not spacing or found is None:
@@ -67,7 +86,7 @@ def _changed(rounds: Sequence[Round], changed: Callable[[Runs], Runs], spacing: 
         period, runs = found
         return Pattern(period * spacing, lambda ranks: changed(runs(ranks // spacing)))
 
-    return Rounds(len(rounds), lambda step: changed(runs_of(rounds, step)), pattern)
+    return Rounds(len(rounds), lambda step: changed(runs_of(rounds, step)), pattern, own)
 
 
 def then(*schedules: Schedule, name: str = "") -> Schedule:
@@ -88,14 +107,18 @@ def then(*schedules: Schedule, name: str = "") -> Schedule:
         if (other.world, other.chunks) != (first.world, first.chunks):
             expected = f"of {first.world} ranks and {first.chunks} chunks"
             raise ArgumentError(explain("then", other.name, expected, f"{other.world} and {other.chunks}"))
-    joined = _joined([s.rounds for s in schedules])
+    steps = [(s, i) for s in schedules for i in range(len(s.rounds))]
+
+    def part(step: int) -> tuple[Sequence[Round], int]:
+        return steps[step][0].rounds, steps[step][1]
+
+    own = Own(
+        lambda step, rank: steps[step][0].own.into(steps[step][1], rank),
+        lambda step, rank: steps[step][0].own.out_of(steps[step][1], rank),
+        lambda step: steps[step][0].own.alike(steps[step][1]),
+    )
+    joined = Rounds(len(steps), lambda step: runs_of(*part(step)), lambda step: pattern_of(*part(step)), own)
     return replace(first, name=name or " then ".join(s.name for s in schedules), rounds=joined)
-
-
-def _joined(parts: list[Sequence[Round]]) -> Rounds:
-    steps = [(part, i) for part in parts for i in range(len(part))]
-
-    return Rounds(len(steps), lambda step: runs_of(*steps[step]), lambda step: pattern_of(*steps[step]))
 
 
 def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
@@ -110,9 +133,15 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
     Returns:
         A schedule whose round ``i`` is the reversed round ``len - 1 - i``.
     """
-    turned = relabeled(schedule, lambda m: Move(m.dst, m.src, m.write, m.read, reduce), spacing=1).rounds
-    last = len(turned) - 1
-    rounds = Rounds(last + 1, lambda step: runs_of(turned, last - step), lambda step: pattern_of(turned, last - step))
+    turn = _relabel(lambda m: Move(m.dst, m.src, m.write, m.read, reduce))
+    before, last = schedule.own, len(schedule.rounds) - 1
+    turned = _changed(schedule.rounds, turn, 1, before)
+    own = Own(
+        lambda step, rank: turn(before.out_of(last - step, rank)),
+        lambda step, rank: turn(before.into(last - step, rank)),
+        lambda step: before.alike(last - step),
+    )
+    rounds = Rounds(last + 1, lambda step: turned.runs(last - step), lambda step: turned.pattern(last - step), own)
     return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
 
 
@@ -133,14 +162,24 @@ def segmented(schedule: Schedule, pieces: int, stagger: int = 1) -> Schedule:
     """
     if pieces < 1:
         raise ArgumentError(explain("segmented", "pieces", "at least 1", pieces))
-    steps = len(schedule.rounds)
+    steps, before = len(schedule.rounds), schedule.own
+
+    def active(step: int) -> list[tuple[int, int]]:
+        return [(i, p) for p in range(pieces) if 0 <= (i := step - p * stagger) < steps]
 
     def make(step: int) -> Round:
-        active = [(step - p * stagger, p) for p in range(pieces)]
-        return tuple(_piece(m, pieces, p) for i, p in active if 0 <= i < steps for m in schedule.rounds[i])
+        return tuple(_piece(m, pieces, p) for i, p in active(step) for m in schedule.rounds[i])
+
+    def side(of: Arrivals) -> Arrivals:
+        return lambda step, rank: [_piece(m, pieces, p) for i, p in active(step) for m in single(of(i, rank))]
+
+    def alike(step: int) -> Iterable[int]:
+        # Rounds in which other ranks are busy overlap.
+        return before.alike(step) if not stagger else range(schedule.world)
 
     count = steps + (pieces - 1) * stagger if steps else 0
-    return replace(schedule, rounds=Rounds(count, make), chunks=schedule.chunks * pieces)
+    own = Own(side(before.into), side(before.out_of), alike)
+    return replace(schedule, rounds=Rounds(count, make, own=own), chunks=schedule.chunks * pieces)
 
 
 def _piece(move: Move, pieces: int, piece: int) -> Move:
@@ -161,8 +200,14 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
         return schedule
     spacing = world // len(ranks)
     even = list(ranks) == list(range(0, world, spacing))
-    moved = relabeled(schedule, lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce), even * spacing)
-    return replace(moved, world=world)
+    moved = _relabel(lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce))
+    before, played = schedule.own, {rank: i for i, rank in enumerate(ranks)}
+    own = Own(
+        lambda step, rank: moved(before.into(step, played[rank])) if rank in played else (),
+        lambda step, rank: moved(before.out_of(step, played[rank])) if rank in played else (),
+        lambda step: [ranks[i] for i in before.alike(step)],
+    )
+    return replace(schedule, rounds=_changed(schedule.rounds, moved, even * spacing, own), world=world)
 
 
 def rooted(schedule: Schedule, root: int) -> Schedule:
@@ -176,9 +221,17 @@ def alongside(*schedules: Schedule) -> Schedule:
     steps = max(len(s.rounds) for s in schedules)
 
     def make(step: int) -> Round:
-        return tuple(chain.from_iterable(s.rounds[step] for s in schedules if step < len(s.rounds)))
+        return tuple(chain.from_iterable(s.rounds[step] for s in busy(step)))
 
-    return replace(schedules[0], rounds=Rounds(steps, make))
+    def busy(step: int) -> Iterable[Schedule]:
+        return (s for s in schedules if step < len(s.rounds))
+
+    own = Own(
+        lambda step, rank: chain.from_iterable(s.own.into(step, rank) for s in busy(step)),
+        lambda step, rank: chain.from_iterable(s.own.out_of(step, rank) for s in busy(step)),
+        lambda step: chain.from_iterable(s.own.alike(step) for s in busy(step)),
+    )
+    return replace(schedules[0], rounds=Rounds(steps, make, own=own))
 
 
 def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> Schedule:
@@ -187,8 +240,14 @@ def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> S
     def slot(old: Slot) -> Slot:
         return (buffers.get(old[0], old[0]), old[1])
 
-    moved = relabeled(schedule, lambda m: Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce), spacing=1)
-    return replace(moved, name=name or schedule.name)
+    moved = _relabel(lambda m: Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce))
+    before = schedule.own
+    own = Own(
+        lambda step, rank: moved(before.into(step, rank)),
+        lambda step, rank: moved(before.out_of(step, rank)),
+        before.alike,
+    )
+    return replace(schedule, name=name or schedule.name, rounds=_changed(schedule.rounds, moved, 1, own))
 
 
 def only(schedule: Schedule, keep: Callable[[Move], bool]) -> Schedule:

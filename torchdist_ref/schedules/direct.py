@@ -30,6 +30,11 @@ DATA: Slot = ("data", 0)
 SIGNAL: Slot = ("tmp", 0)
 
 
+def rest(rank: int, world: int) -> Iterable[int]:
+    """Return all ranks but ``rank`` from 0 on: the order in which a round lists the moves that leave it."""
+    return (peer for peer in range(world) if peer != rank)
+
+
 def others(rank: int, world: int) -> Iterable[int]:
     """Return all ranks but ``rank``, counted from the next one, so that no two ranks begin with the same peer."""
     return ((rank + k) % world for k in range(1, world))
@@ -41,7 +46,10 @@ def all_reduce(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, DATA, reduce=True) for peer in others(rank, world)]
 
-    return Schedule("direct all_reduce", world, arriving(world, min(1, world - 1), arrivals, period=1))
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [carry(rank, peer, DATA, reduce=True) for peer in rest(rank, world)]
+
+    return Schedule("direct all_reduce", world, arriving(world, min(1, world - 1), arrivals, leaving, period=1))
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
@@ -63,7 +71,10 @@ def all_gather(world: int) -> Schedule:
         peers = [rank, *others(rank, world)]
         return [Move(peer, rank, ("in", 0), ("out", peer)) for peer in peers]
 
-    return Schedule("direct all_gather", world, arriving(world, 1, arrivals, period=1), world)
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [Move(rank, peer, ("in", 0), ("out", rank)) for peer in range(world)]
+
+    return Schedule("direct all_gather", world, arriving(world, 1, arrivals, leaving, period=1), world)
 
 
 def gather(world: int, root: int = 0) -> Schedule:
@@ -85,7 +96,10 @@ def reduce_scatter(world: int) -> Schedule:
         peers = [rank, *others(rank, world)]
         return [Move(peer, rank, ("in", rank), ("out", 0), reduce=peer != rank) for peer in peers]
 
-    return Schedule("direct reduce_scatter", world, arriving(world, 1, arrivals, period=1), world)
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [Move(rank, peer, ("in", peer), ("out", 0), reduce=peer != rank) for peer in range(world)]
+
+    return Schedule("direct reduce_scatter", world, arriving(world, 1, arrivals, leaving, period=1), world)
 
 
 def all_to_all(world: int) -> Schedule:
@@ -94,7 +108,10 @@ def all_to_all(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [Move(peer, rank, ("in", rank), ("out", peer)) for peer in [rank, *others(rank, world)]]
 
-    return Schedule("direct all_to_all", world, arriving(world, 1, arrivals, period=1), world)
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [Move(rank, peer, ("in", peer), ("out", rank)) for peer in range(world)]
+
+    return Schedule("direct all_to_all", world, arriving(world, 1, arrivals, leaving, period=1), world)
 
 
 def barrier(world: int) -> Schedule:
@@ -103,7 +120,10 @@ def barrier(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, SIGNAL) for peer in others(rank, world)]
 
-    rounds: Rounds = arriving(world, min(1, world - 1), arrivals, period=1)
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [carry(rank, peer, SIGNAL) for peer in rest(rank, world)]
+
+    rounds: Rounds = arriving(world, min(1, world - 1), arrivals, leaving, period=1)
     return Schedule("direct barrier", world, rounds, chunks=0)
 
 
@@ -118,7 +138,10 @@ def reduce_scatter_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, ("data", rank), reduce=True) for peer in others(rank, world)]
 
-    rounds = arriving(world, min(1, world - 1), arrivals, period=1)
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [carry(rank, peer, ("data", peer), reduce=True) for peer in rest(rank, world)]
+
+    rounds = arriving(world, min(1, world - 1), arrivals, leaving, period=1)
     return Schedule("direct reduce_scatter in place", world, rounds, world)
 
 
@@ -128,7 +151,10 @@ def all_gather_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, ("data", peer)) for peer in others(rank, world)]
 
-    rounds = arriving(world, min(1, world - 1), arrivals, period=1)
+    def leaving(step: int, rank: int) -> list[Move]:
+        return [carry(rank, peer, ("data", rank)) for peer in rest(rank, world)]
+
+    rounds = arriving(world, min(1, world - 1), arrivals, leaving, period=1)
     return Schedule("direct all_gather in place", world, rounds, world)
 
 

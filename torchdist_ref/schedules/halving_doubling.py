@@ -24,7 +24,12 @@ from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.compose import on_ranks, reversed_, then
 from torchdist_ref.schedules.direct import DATA
 from torchdist_ref.schedules.reduction_tree import core_ranks, core_size, fold
-from torchdist_ref.schedules.schedule import Move, Run, Schedule, arriving, carry, carry_run
+from torchdist_ref.schedules.schedule import Move, Run, Schedule, arriving, carry, carry_run, to_targets
+
+
+def across(step: int, rank: int) -> tuple[int]:
+    """Return the rank whose number differs in bit ``step``."""
+    return (rank ^ 1 << step,)
 
 
 def blocks(chunks: range, core: int, world: int) -> list[range]:
@@ -48,7 +53,7 @@ def doubling_all_reduce(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(rank ^ 1 << step, rank, DATA, reduce=True)]
 
-    rounds = arriving(core, core.bit_length() - 1, arrivals, period=1)
+    rounds = arriving(core, core.bit_length() - 1, arrivals, to_targets(arrivals, across), period=1)
     return folded(Schedule("recursive_doubling all_reduce", core, rounds), world)
 
 
@@ -71,9 +76,12 @@ def doubling_all_gather(world: int) -> Schedule:
         return [carry_run(rank - core, rank, "out", run) for run in others if run]
 
     period = 1 if core == world else 0
-    copies = Schedule("own blocks", world, arriving(world, 1, own, period), world)
-    swaps = Schedule("swap", world, arriving(core, core.bit_length() - 1, swap, period), world)
-    last = Schedule("unfold", world, arriving(world, int(core < world), unfold), world)
+    copied = to_targets(own, lambda step, rank: (rank, rank % core))
+    swapped = to_targets(swap, across)
+    unfolded = to_targets(unfold, lambda step, rank: (rank + core,) if rank + core < world else ())
+    copies = Schedule("own blocks", world, arriving(world, 1, own, copied, period), world)
+    swaps = Schedule("swap", world, arriving(core, core.bit_length() - 1, swap, swapped, period), world)
+    last = Schedule("unfold", world, arriving(world, int(core < world), unfold, unfolded), world)
     return then(copies, swaps, last, name="recursive_doubling all_gather")
 
 
@@ -96,7 +104,7 @@ def reduce_scatter_in_place(core: int) -> Schedule:
         partner, chunks = kept(core, step, rank)
         return [carry_run(partner, rank, "data", chunks, reduce=True)]
 
-    rounds = arriving(core, core.bit_length() - 1, arrivals, period=1)
+    rounds = arriving(core, core.bit_length() - 1, arrivals, to_targets(arrivals, across), period=1)
     return Schedule("halving reduce_scatter in place", core, rounds, core)
 
 
@@ -120,7 +128,8 @@ def gather_in_place(core: int, root: int) -> Schedule:
         leads = (rank ^ root) >> bit == 0
         return [carry_run(partner, rank, "data", kept(core, bit, partner)[1])] if leads else []
 
-    return Schedule("doubling gather in place", core, arriving(core, steps, arrivals), core)
+    leaving = to_targets(arrivals, lambda step, rank: across(steps - 1 - step, rank))
+    return Schedule("doubling gather in place", core, arriving(core, steps, arrivals, leaving), core)
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
@@ -167,5 +176,14 @@ def reduce_scatter(world: int) -> Schedule:
             return [Move(rank if rank in index else rank - 1, rank, ("tmp", rank), ("out", 0))]
         return swap(step, rank) if rank in index else []
 
-    rounds = arriving(world, (extra > 0) + swaps + 1, arrivals, period=0 if extra else 1)
+    def targets(step: int, rank: int) -> tuple[int, ...]:
+        step -= extra > 0
+        if step < 0:
+            return rank, rank - 1
+        if step == swaps:
+            return rank, rank + 1
+        return (rank, ranks[index[rank] ^ 1 << step]) if rank in index else ()
+
+    leaving = to_targets(arrivals, lambda step, rank: (r for r in targets(step, rank) if 0 <= r < world))
+    rounds = arriving(world, (extra > 0) + swaps + 1, arrivals, leaving, period=0 if extra else 1)
     return Schedule("recursive_halving reduce_scatter", world, rounds, world)

@@ -18,11 +18,11 @@ Do not add here: the detection of hosts (an argument names them), or more than t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torchdist_ref.schedules import bruck, direct, halving_doubling, ring, tree
 from torchdist_ref.schedules.compose import alongside, each, on_ranks, renamed, reversed_, segmented, then
-from torchdist_ref.schedules.schedule import Arrivals, Move, Run, Schedule, Slot, arriving, carry, carry_run
+from torchdist_ref.schedules.schedule import Arrivals, Move, Run, Schedule, Slot, arriving, carry, carry_run, to_targets
 
 Hosts = tuple[int, ...]
 MAX_LEADER_CHUNKS = 64
@@ -107,9 +107,13 @@ def _by_rank(groups: list[list[int]]) -> dict[int, tuple[list[int], int]]:
     return {rank: (team, index) for index, team in enumerate(groups) for rank in team}
 
 
-def _rounds(name: str, groups: list[list[int]], world: int, count: int, arrivals: Arrivals) -> Schedule:
-    """Make a schedule of rounds in which all hosts do the same."""
-    return Schedule(name, world, arriving(world, count, arrivals, period(groups)), world)
+def _rounds(
+    name: str, groups: list[list[int]], world: int, count: int, arrivals: Arrivals, leaving: Arrivals | None = None
+) -> Schedule:
+    """Make a schedule of rounds in which all hosts do the same. By default a rank sends within its host only."""
+    home = _by_rank(groups)
+    leaving = leaving or to_targets(arrivals, lambda step, rank: home[rank][0])
+    return Schedule(name, world, arriving(world, count, arrivals, leaving, period(groups)), world)
 
 
 def all_gather(hosts: Hosts) -> Schedule:
@@ -126,7 +130,7 @@ def all_gather(hosts: Hosts) -> Schedule:
         return [carry_run(team[0], rank, "out", range(world))] if rank != team[0] else []
 
     leaders = on_ranks(ring.all_gather_in_place(len(groups)), [team[0] for team in groups], world)
-    outer = each(leaders, lambda m: [carry(m.src, m.dst, ("out", b)) for b in groups[m.read[1]]], symmetric=True)
+    outer = each(leaders, lambda m: [carry(m.src, m.dst, ("out", b)) for b in groups[m.read[1]]], period(groups) > 0)
     return then(
         _rounds("up", groups, world, 1, up),
         Schedule("between", world, outer.rounds, world),
@@ -171,7 +175,16 @@ def reduce_scatter(hosts: Hosts) -> Schedule:
         others = (groups[(index + k) % len(groups)] for k in range(1, len(groups)))
         return [carry(other[0], rank, ("tmp", c), reduce=True) for other in others for c in team]
 
-    return _rounds("hierarchical reduce_scatter", groups, world, 3, arrivals)
+    within = to_targets(arrivals, lambda step, rank: home[rank][0])
+
+    def leaving(step: int, rank: int) -> Iterable[Run | Move]:
+        if step != 1:
+            return within(step, rank)
+        if rank != home[rank][0][0]:
+            return ()
+        return [carry(rank, team[0], ("tmp", c), reduce=True) for team in groups if team[0] != rank for c in team]
+
+    return _rounds("hierarchical reduce_scatter", groups, world, 3, arrivals, leaving)
 
 
 def all_to_all(hosts: Hosts) -> Schedule:
@@ -206,13 +219,17 @@ def all_to_all(hosts: Hosts) -> Schedule:
             for d in team
         ]
 
+    def target(step: int, rank: int) -> list[int]:
+        team, index = home[rank]
+        return groups[(index + step + 1) % count][:1] if rank == team[0] else []
+
     def last(step: int, rank: int) -> list[Move]:
         team, index = home[rank]
         return [Move(team[0], rank, via(s, rank), ("out", s)) for s in elsewhere(index)] if rank != team[0] else []
 
     return then(
         _rounds("first", groups, world, 1, first),
-        _rounds("over", groups, world, count - 1, over),
+        _rounds("over", groups, world, count - 1, over, to_targets(over, target)),
         _rounds("last", groups, world, int(1 < count < world), last),
         name="hierarchical all_to_all",
     )

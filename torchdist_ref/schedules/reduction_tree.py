@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
-from torchdist_ref.schedules.schedule import Run, Schedule, arriving, carry_run
+from torchdist_ref.schedules.schedule import Run, Schedule, arriving, carry_run, to_targets
 
 T = TypeVar("T")
 
@@ -71,7 +71,8 @@ def fold(world: int, chunks: int, root: int = 0) -> Schedule:
         keeps = rank < paired and rank == (root if rank ^ root < 2 else rank & ~1)
         return [carry_run(rank ^ 1, rank, "data", range(chunks), reduce=True)] if keeps else []
 
-    return Schedule("fold", world, arriving(world, int(paired > 0), arrivals), chunks)
+    leaving = to_targets(arrivals, lambda step, rank: (rank ^ 1,))
+    return Schedule("fold", world, arriving(world, int(paired > 0), arrivals, leaving), chunks)
 
 
 @lru_cache

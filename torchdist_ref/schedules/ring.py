@@ -23,8 +23,14 @@ from __future__ import annotations
 
 from torchdist_ref.schedules.compose import only, rooted, then
 from torchdist_ref.schedules.direct import gather_in_place
-from torchdist_ref.schedules.schedule import Move, Schedule, Slot, arriving, carry
+from torchdist_ref.schedules.schedule import Arrivals, Move, Rounds, Schedule, Slot, arriving, carry, to_targets
 from torchdist_ref.schedules.tree import scatter_in_place
+
+
+def _around(world: int, count: int, arrivals: Arrivals) -> Rounds:
+    """Return rounds in which a rank receives only from the rank before it, and from itself."""
+    leaving = to_targets(arrivals, lambda step, rank: (rank, (rank + 1) % world))
+    return arriving(world, count, arrivals, leaving, period=1)
 
 
 def reduce_scatter_in_place(world: int) -> Schedule:
@@ -37,7 +43,7 @@ def reduce_scatter_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 2) % world), reduce=True)]
 
-    rounds = arriving(world, world - 1, arrivals, period=1)
+    rounds = _around(world, world - 1, arrivals)
     return Schedule("ring reduce_scatter in place", world, rounds, world)
 
 
@@ -47,7 +53,7 @@ def all_gather_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 1) % world))]
 
-    rounds = arriving(world, world - 1, arrivals, period=1)
+    rounds = _around(world, world - 1, arrivals)
     return Schedule("ring all_gather in place", world, rounds, world)
 
 
@@ -70,7 +76,7 @@ def all_gather(world: int) -> Schedule:
         read: Slot = ("in", 0) if step == 0 else ("out", block)
         return own + ([Move(source, rank, read, ("out", block))] if world > 1 else [])
 
-    return Schedule("ring all_gather", world, arriving(world, max(1, world - 1), arrivals, period=1), world)
+    return Schedule("ring all_gather", world, _around(world, max(1, world - 1), arrivals), world)
 
 
 def reduce_scatter(world: int) -> Schedule:
@@ -84,7 +90,7 @@ def reduce_scatter(world: int) -> Schedule:
         write: Slot = ("out", 0) if step == world - 2 else ("tmp", step % 2)
         return [Move((rank - 1) % world, rank, read, write), Move(rank, rank, ("in", chunk), write, reduce=True)]
 
-    return Schedule("ring reduce_scatter", world, arriving(world, world - 1, arrivals, period=1), world)
+    return Schedule("ring reduce_scatter", world, _around(world, world - 1, arrivals), world)
 
 
 def scatter_all_gather_broadcast(world: int, root: int = 0) -> Schedule:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial, singledispatch
+from functools import cache, cached_property, partial, singledispatch
 from itertools import chain
 from typing import NamedTuple, overload
 
@@ -35,8 +35,7 @@ Slot = tuple[str, int]
 BUFFERS = ("data", "in", "out", "tmp")
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Arrow from slot ``read`` of rank ``src`` to slot ``write`` of rank ``dst``.
 
     Args:
@@ -100,6 +99,7 @@ class Run(Sequence[Move]):
 Round = tuple[Move, ...]
 Runs = tuple[Move | Run, ...]
 Arrivals = Callable[[int, int], Iterable[Move | Run]]
+"""Moves of one rank on one side, arriving or leaving: (round, rank) -> moves, in listed order."""
 
 
 def slot_name(slot: Slot) -> str:
@@ -140,6 +140,23 @@ class Pattern(NamedTuple):
     runs: Callable[[int], Runs]
 
 
+class Own(NamedTuple):
+    """Moves of single ranks, found without those of all others.
+
+    A backend plans one rank. It would be quadratic in the number of ranks, and cubic over all of them, to make the
+    rounds of all ranks for that.
+
+    Args:
+        into: moves that end on a rank.
+        out_of: moves that begin on a rank.
+        alike: round number -> ranks of which at least one has as many moves on each side as any rank has.
+    """
+
+    into: Arrivals
+    out_of: Arrivals
+    alike: Callable[[int], Iterable[int]]
+
+
 class Rounds(Sequence[Round]):
     """Rounds made on demand, so that a schedule of 16,384 ranks costs nothing until it is used.
 
@@ -148,14 +165,19 @@ class Rounds(Sequence[Round]):
         make: round number (from 0) -> the moves of that round, some of them as runs.
         pattern: round number -> repetition of the round from rank to rank, or None (default: no repetition).
             With it, a few ranks can represent all: `cost` uses that, and `simulate` for large worlds.
+        own: moves of single ranks (default: None, so that they are looked up in the rounds of all ranks).
     """
 
-    __slots__ = ("_count", "_make", "pattern")
+    __slots__ = ("_count", "_make", "own", "pattern")
 
     def __init__(
-        self, count: int, make: Callable[[int], Runs], pattern: Callable[[int], Pattern | None] = lambda step: None
+        self,
+        count: int,
+        make: Callable[[int], Runs],
+        pattern: Callable[[int], Pattern | None] = lambda step: None,
+        own: Own | None = None,
     ) -> None:
-        self._count, self._make, self.pattern = count, make, pattern
+        self._count, self._make, self.pattern, self.own = count, make, pattern, own
 
     def __len__(self) -> int:
         return self._count
@@ -185,13 +207,15 @@ class Rounds(Sequence[Round]):
         return hash(self._count)
 
 
-def arriving(world: int, count: int, arrivals: Arrivals, period: int = 0) -> Rounds:
+def arriving(world: int, count: int, arrivals: Arrivals, leaving: Arrivals, period: int = 0) -> Rounds:
     """Return rounds from the receiver's point of view; most algorithms here are written like that.
 
     Args:
         world: number of ranks.
         count: number of rounds.
         arrivals: ``(round, rank) -> moves that end on that rank``, in the order in which they are listed.
+        leaving: ``(round, rank) -> moves that begin on that rank``, in the order of the ranks on which they end.
+            `to_targets` derives them from the arrivals where these are few.
         period: the rounds repeat themselves after so many ranks (see `Pattern`; default 0: they do not).
 
     Returns:
@@ -202,7 +226,30 @@ def arriving(world: int, count: int, arrivals: Arrivals, period: int = 0) -> Rou
         return tuple(item for rank in range(ranks) for item in arrivals(step, rank))
 
     pattern = (lambda step: Pattern(period, partial(among, step))) if period else lambda step: None
-    return Rounds(count, lambda step: among(step, world), pattern)
+    own = Own(
+        # The schedule may have more ranks than those that take part.
+        lambda step, rank: arrivals(step, rank) if rank < world else (),
+        lambda step, rank: leaving(step, rank) if rank < world else (),
+        lambda step: range(period or world),
+    )
+    return Rounds(count, lambda step: among(step, world), pattern, own)
+
+
+def to_targets(arrivals: Arrivals, targets: Callable[[int, int], Iterable[int]]) -> Arrivals:
+    """Return the moves that leave a rank, found among those that arrive on the ranks to which it may send.
+
+    Args:
+        arrivals: as for `arriving`.
+        targets: ``(round, rank) -> ranks``, of which some may be outside the world if nothing arrives there.
+    """
+
+    def leaving(step: int, rank: int) -> Iterator[Move | Run]:
+        for target in sorted(set(targets(step, rank))):
+            for item in arrivals(step, target):
+                if (item if isinstance(item, Move) else item.first).src == rank:
+                    yield item
+
+    return leaving
 
 
 def runs_of(rounds: Sequence[Round], step: int) -> Runs:
@@ -261,10 +308,40 @@ class Schedule:
     def _repr_svg_(self) -> str:
         return picture(self)
 
+    @cached_property
+    def own(self) -> Own:
+        """Moves of single ranks."""
+        found = self.rounds.own if isinstance(self.rounds, Rounds) else None
+        return found or _looked_up(self.rounds, self.world)
+
+    @cached_property
+    def staged(self) -> dict[tuple[int, int], dict[Slot, int]]:
+        """Slots that ranks stage, each with its position, by round and rank, as a backend has found them."""
+        return {}
+
     @property
     def share(self) -> Fraction:
         """Share of the whole buffer that one slot has: ``1 / chunks``, or 0 where moves carry no bytes."""
         return Fraction(1, self.chunks) if self.chunks else Fraction(0)
+
+
+def _looked_up(rounds: Sequence[Round], world: int) -> Own:
+    """Return the moves of single ranks in rounds that are given for all ranks. They are sorted by rank once."""
+
+    @cache
+    def sides(step: int) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
+        into: dict[int, list[Move]] = {}
+        out_of: dict[int, list[Move]] = {}
+        for move in rounds[step]:
+            into.setdefault(move.dst, []).append(move)
+            out_of.setdefault(move.src, []).append(move)
+        return into, out_of
+
+    return Own(
+        lambda step, rank: sides(step)[0].get(rank, ()),
+        lambda step, rank: sides(step)[1].get(rank, ()),
+        lambda step: range(world),
+    )
 
 
 @dataclass(slots=True)

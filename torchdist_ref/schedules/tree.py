@@ -24,7 +24,7 @@ from dataclasses import replace
 from torchdist_ref.schedules.compose import each, on_ranks, renamed, reversed_, rooted, segmented, then
 from torchdist_ref.schedules.direct import DATA, SIGNAL
 from torchdist_ref.schedules.reduction_tree import core_ranks, core_size, fold
-from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
+from torchdist_ref.schedules.schedule import Move, Own, Rounds, Schedule, Slot, arriving, carry, to_targets
 
 CHAIN_PIECES = 8
 
@@ -40,7 +40,8 @@ def _spread(name: str, world: int, slot: Slot, chunks: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(rank - (1 << step), rank, slot)] if rank >> step == 1 else []
 
-    return Schedule(name, world, arriving(world, steps(world), arrivals), chunks)
+    leaving = to_targets(arrivals, lambda step, rank: (rank + (1 << step),) if rank + (1 << step) < world else ())
+    return Schedule(name, world, arriving(world, steps(world), arrivals, leaving), chunks)
 
 
 def broadcast(world: int, root: int = 0) -> Schedule:
@@ -62,7 +63,8 @@ def reduce(world: int, root: int = 0) -> Schedule:
         receives = (rank ^ end) % (2 * distance) == 0
         return [carry(rank ^ distance, rank, DATA, reduce=True)] if receives else []
 
-    inner = Schedule("pairs", core, arriving(core, steps(core), arrivals))
+    leaving = to_targets(arrivals, lambda step, rank: (rank ^ 1 << step,))
+    inner = Schedule("pairs", core, arriving(core, steps(core), arrivals, leaving))
     return then(fold(world, 1, root), on_ranks(inner, ranks, world), name="tree reduce")
 
 
@@ -90,7 +92,12 @@ def scatter_in_place(world: int) -> Schedule:
         served = range(rank, min(rank + half, world)) if rank % (2 * half) == half else ()
         return [carry(rank - half, rank, ("data", chunk)) for chunk in served]
 
-    return Schedule("tree scatter in place", world, arriving(world, count, arrivals), world)
+    def target(step: int, rank: int) -> tuple[int, ...]:
+        half = 1 << (count - 1 - step)
+        return (rank + half,) if rank + half < world else ()
+
+    leaving = to_targets(arrivals, target)
+    return Schedule("tree scatter in place", world, arriving(world, count, arrivals, leaving), world)
 
 
 def scatter(world: int, root: int = 0) -> Schedule:
@@ -101,7 +108,10 @@ def scatter(world: int, root: int = 0) -> Schedule:
         read: Slot = ("in" if move.src == root else "tmp", owner)
         return [Move(move.src, move.dst, read, ("out", 0) if move.dst == owner else ("tmp", owner))]
 
-    own: Rounds = Rounds(1, lambda step: (Move(root, root, ("in", root), ("out", 0)),))
+    def copy(step: int, rank: int) -> list[Move]:
+        return [Move(root, root, ("in", root), ("out", 0))] if rank == root else []
+
+    own = arriving(world, 1, copy, copy)
     passed = each(rooted(scatter_in_place(world), root), block)
     return then(replace(passed, rounds=own), passed, name="tree scatter")
 
@@ -113,7 +123,12 @@ def gather(world: int, root: int = 0) -> Schedule:
 
 def chain_broadcast(world: int, root: int = 0, pieces: int = CHAIN_PIECES) -> Schedule:
     """Send from the root along the ranks, piece after piece (default 8 pieces)."""
-    rounds = Rounds(world - 1, lambda step: (carry(step, step + 1, DATA),))
+    own = Own(
+        lambda step, rank: [carry(step, rank, DATA)] if rank == step + 1 else [],
+        lambda step, rank: [carry(rank, rank + 1, DATA)] if rank == step else [],
+        lambda step: (step, step + 1),
+    )
+    rounds = Rounds(world - 1, lambda step: (carry(step, step + 1, DATA),), own=own)
     return rooted(segmented(Schedule("chain broadcast", world, rounds), pieces), root)
 
 

@@ -96,7 +96,7 @@ class _Charges:
 
         def staging_copies(rounds: StagedRounds, number: int, begin: int, slots: StagedSlots) -> list[Step]:
             plan, made = rounds.plan, original(rounds, number, begin, slots)
-            mine = plan.staged[number].get(plan.rank, ()) if made else ()
+            mine = plan.staged(number, plan.rank) if made else ()
             nbytes = sum(plan.length(plan.rank, slot, begin) for slot in mine) * plan.dtype.itemsize
             # Later rounds copy what this rank has just changed.
             accesses = 0 if number else STAGED

@@ -84,8 +84,8 @@ class ReferenceExecutor:
         reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op, True) if plan.reduction else None
         for begin in plan.windows:
             own = {slot: _window_of(plan, tensors, scratch, slot, begin) for slot in plan.slots}
-            for round_index in range(len(plan.rounds)):
-                staged = {slot: own[slot] for slot in plan.staged[round_index].get(rank, ()) if own[slot].numel()}
+            for round_index in plan.rounds:
+                staged = {slot: own[slot] for slot in plan.staged(round_index, rank) if own[slot].numel()}
                 first = check and begin == round_index == 0
                 # 1. Write.
                 for peer in self._readers:
@@ -117,7 +117,7 @@ class ReferenceExecutor:
 
     def _source(self, plan: Plan, round_index: int, move: Move, own: dict[Slot, Tensor], begin: int) -> Tensor:
         """Return the values that a move reads: in the source's staging buffer, or this rank's slot if not staged."""
-        if move.read not in plan.staged[round_index].get(move.src, ()):
+        if move.read not in plan.staged(round_index, move.src):
             return own[move.read]
         offset = plan.staging_offset(round_index, move.src, move.read)
         return self._link.read(move.src, offset, plan.dtype, plan.length(move.src, move.read, begin))

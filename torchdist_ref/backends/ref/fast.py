@@ -407,7 +407,7 @@ class StagedRounds:
         key = (-1 if 0 < begin <= self.plan.smallest - self.plan.window else begin, location)
         found = self._compiled.get(key)
         if found is None:
-            numbers = range(len(self.plan.rounds))
+            numbers = self.plan.rounds
             # Tensors made under inference mode could not be changed after it.
             with torch.inference_mode(False):
                 found = tuple(self.compile_round(n, begin, self._after(location, n)) for n in numbers)
@@ -442,7 +442,7 @@ class StagedRounds:
     def staging_copies(self, number: int, begin: int, slots: StagedSlots) -> list[Step]:
         """Return the copies of a round from this rank's tensors to its staging buffer."""
         plan = self.plan
-        mine = plan.staged[number].get(plan.rank, ()) if plan.carries_data else ()
+        mine = plan.staged(number, plan.rank) if plan.carries_data else ()
         return [
             self._maker.copy(slots.view(number, plan.rank, slot, begin), slots.target(plan.rank, slot, begin), count)
             for slot in mine
@@ -499,7 +499,7 @@ class StagedSlots:
 
     def source(self, number: int, move: Move, begin: int) -> Operand:
         """See `steps.Addresses`."""
-        if move.src == self._plan.rank and move.read not in self._plan.staged[number].get(move.src, ()):
+        if move.src == self._plan.rank and move.read not in self._plan.staged(number, move.src):
             return self.target(move.src, move.read, begin)
         return self.view(number, move.src, move.read, begin)
 

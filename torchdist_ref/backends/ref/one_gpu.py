@@ -91,7 +91,7 @@ class DevicePath(ZeroCopyPath):
         moves = plan.moves_into(0)
         phases: list[list[Step]] = [[] for _ in range(len(begins) + 1)]
         for number, begin in enumerate(begins):
-            for slot in plan.staged[0].get(plan.rank, ()):
+            for slot in plan.staged(0, plan.rank):
                 if count := slots.count(plan.rank, slot, begin):
                     target, source = slots.view(plan.rank, slot, begin), slots.target(plan.rank, slot, begin)
                     phases[number].append(maker.copy(target, source, count))
@@ -127,14 +127,14 @@ class DeviceSlots:
 
     def source(self, number: int, move: Move, begin: int) -> Part | Tensor:
         """See `steps.Addresses`."""
-        if move.read in self._plan.staged[number].get(move.src, ()):
+        if move.read in self._plan.staged(number, move.src):
             return self.view(move.src, move.read, begin)
         return self.target(move.src, move.read, begin)
 
     def view(self, rank: int, slot: Slot, begin: int) -> Tensor:
         """Return a window of a slot in a rank's staging buffer."""
         half = begin // self._path.window % 2 * self._path.half
-        offset = half + self._plan.staged[0][rank].index(slot) * self._path.capacity
+        offset = half + self._plan.staged(0, rank)[slot] * self._path.capacity
         nbytes = self.count(rank, slot, begin) * self._plan.dtype.itemsize
         return self._buffers[rank][offset : offset + nbytes].view(self._plan.dtype)
 

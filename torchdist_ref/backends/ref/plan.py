@@ -4,6 +4,9 @@ A plan lists which slots a rank writes into its staging buffer and where, which 
 copies or reduces, and from whose staging buffer. Large tensors pass through the staging buffer in windows: the whole
 schedule runs for one window after the other, so that a window is still in the cache when the peers read it.
 
+It is made from the moves that touch the rank (`schedules.schedule.Own`), and from the slots that its peers stage, never
+from the rounds of all ranks: those have a number of moves that grows with the square of the ranks.
+
 Rounds follow one rule (`schedules.schedule`): all reads come before all writes. Whatever a peer reads is staged before
 anything is written; whatever a rank reads of its own and overwrites in the same round is staged too.
 
@@ -17,9 +20,9 @@ only one rank knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +34,7 @@ from torchdist_ref.calls import IN_PLACE, Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.recorder import Operands
 from torchdist_ref.schedules import catalogue
-from torchdist_ref.schedules.schedule import Move, Round, Schedule, Slot
+from torchdist_ref.schedules.schedule import Move, Round, Run, Schedule, Slot, single
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ZERO_COPY_BITS, Announcement
 
@@ -157,7 +160,9 @@ class Plan:
     @cached_property
     def divides_at_once(self) -> bool:
         """Whether everything that is reduced into a slot arrives in one round, which then divides as well."""
-        return sum(any(move.reduce for move in moves) for moves in self.schedule.rounds) <= 1
+        into, alike = self.schedule.own.into, self.schedule.own.alike
+        items = ((item for rank in alike(n) for item in into(n, rank)) for n in self.rounds)
+        return sum(any((m if isinstance(m, Move) else m.first).reduce for m in moves) for moves in items) <= 1
 
     @cached_property
     def is_flat(self) -> Callable[[Tensor], bool]:
@@ -170,19 +175,17 @@ class Plan:
             return Tensor.is_contiguous
         return _is_not_conjugate if self.dtype.is_complex else _is_not_negative
 
-    @cached_property
-    def rounds(self) -> Sequence[Round]:
-        """The schedule's rounds, without the moves that carry nothing for tensors of this size."""
-        if self._all_carry:
-            return self.schedule.rounds
-        return tuple(tuple(m for m in moves if self.sizes.of(m.src, m.read) > 0) for moves in self.schedule.rounds)
+    @property
+    def rounds(self) -> range:
+        """Numbers of the schedule's rounds."""
+        return range(len(self.schedule.rounds))
 
     @property
     def carries_data(self) -> bool:
         """Whether there is anything to move; else the call only synchronizes the ranks."""
         return self.schedule.chunks > 0
 
-    @property
+    @cached_property
     def _all_carry(self) -> bool:
         """Whether each move carries some bytes, as far as that is known without a look at the moves."""
         sizes = self.sizes
@@ -195,28 +198,44 @@ class Plan:
         )
 
     @cached_property
-    def _indexed(self) -> Sequence[IndexedRound]:
-        """The rounds with their moves by rank. Those of all ranks are looked through once, not once for each peer."""
-        return _indexed_rounds(self.schedule) if self._all_carry else tuple(map(_indexed, self.rounds))
+    def _own(self) -> tuple[OwnRound, ...]:
+        """The moves of this rank in each round, without those that carry nothing for tensors of this size."""
+        own = self.schedule.own
+        return tuple(
+            OwnRound(self._carrying(own.into(n, self.rank)), self._by_target(own.out_of(n, self.rank)))
+            for n in self.rounds
+        )
+
+    def _carrying(self, runs: Iterable[Move | Run]) -> Round:
+        moves = single(runs)
+        return moves if self._all_carry else tuple(m for m in moves if self.sizes.of(m.src, m.read) > 0)
+
+    def _by_target(self, runs: Iterable[Move | Run]) -> dict[int, list[Move]]:
+        found: dict[int, list[Move]] = {}
+        for move in self._carrying(runs):
+            found.setdefault(move.dst, []).append(move)
+        return found
 
     def moves_into(self, number: int) -> Sequence[Move]:
         """Return the moves of a round that end on this rank, in listed order."""
-        return self._indexed[number].into.get(self.rank, ())
+        return self._own[number].into
 
     @cached_property
     def smallest(self) -> int:
-        """Elements of the smallest slot that a move reads."""
+        """Elements of the smallest slot that a move to or from this rank reads."""
         if self._all_carry:
             return self.sizes.smallest if self.carries_data else 0
-        return min((self.sizes.of(move.src, move.read) for moves in self.rounds for move in moves), default=0)
+        sent = (m for each in self._own for moves in each.out_of.values() for m in moves)
+        own = (m for each in self._own for m in each.into)
+        return min((self.sizes.of(move.src, move.read) for move in (*own, *sent)), default=0)
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """The slots of this rank that the schedule touches, in order."""
         touched: set[Slot] = set()
-        for moves in self._indexed:
-            touched.update(move.write for move in moves.into.get(self.rank, ()))
-            touched.update(move.read for sent in moves.out_of.get(self.rank, {}).values() for move in sent)
+        for moves in self._own:
+            touched.update(move.write for move in moves.into)
+            touched.update(move.read for sent in moves.out_of.values() for move in sent)
         return tuple(sorted(touched))
 
     @cached_property
@@ -224,33 +243,51 @@ class Plan:
         """The slots of this rank that are in the caller's outputs."""
         return tuple(slot for slot in self.slots if slot[0] in ("data", "out"))
 
+    def staged(self, number: int, rank: int) -> Mapping[Slot, int]:
+        """Return the slots that a rank writes into its staging buffer in a round, each with its position there."""
+        if self._all_carry:
+            return _staged(self.schedule, number, rank)
+        found = self._carried.get((number, rank))
+        if found is None:
+            carrying = (slot for slot in _staged(self.schedule, number, rank) if self.sizes.of(rank, slot) > 0)
+            found = self._carried[number, rank] = {slot: position for position, slot in enumerate(carrying)}
+        return found
+
     @cached_property
-    def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
-        """For each round and rank: the slots that the rank writes into its staging buffer, in order."""
-        return tuple(moves.staged for moves in self._indexed)
+    def _carried(self) -> dict[tuple[int, int], Mapping[Slot, int]]:
+        return {}
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """For each round: the peers from which this rank reads."""
-        into = (moves.into.get(self.rank, ()) for moves in self._indexed)
-        return tuple(self._unique(move.src for move in moves if move.src != self.rank) for moves in into)
+        return tuple(self._unique(m.src for m in moves.into if m.src != self.rank) for moves in self._own)
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
         """For each round: the peers that read from this rank."""
-        return tuple(
-            tuple(peer for peer in moves.out_of.get(self.rank, ()) if peer != self.rank) for moves in self._indexed
-        )
+        return tuple(tuple(peer for peer in moves.out_of if peer != self.rank) for moves in self._own)
 
     @cached_property
     def arrivals(self) -> tuple[tuple[tuple[Slot, list[Move]], ...], ...]:
         """For each round: the slots of this rank that change, each with the moves that end there, in order."""
-        return tuple(tuple(arrivals_by_slot(moves.into.get(self.rank, ()))) for moves in self._indexed)
+        return tuple(tuple(arrivals_by_slot(moves.into)) for moves in self._own)
 
     @cached_property
     def most_staged(self) -> int:
         """Most slots that a rank stages in one round."""
-        return max((len(slots) for by_rank in self.staged for slots in by_rank.values()), default=1)
+        # All ranks divide their tensors alike. Where some moves carry nothing, no rank represents the others.
+        everyone, alike = range(self.schedule.world), self.schedule.own.alike
+        return (
+            max(
+                (
+                    len(self.staged(n, rank))
+                    for n in self.rounds
+                    for rank in (alike(n) if self._all_carry else everyone)
+                ),
+                default=1,
+            )
+            or 1
+        )
 
     @cached_property
     def stride(self) -> int:
@@ -282,11 +319,11 @@ class Plan:
 
     def staging_offset(self, number: int, rank: int, slot: Slot) -> int:
         """Return the offset in bytes of a slot in the part of a rank's staging buffer that round `number` uses."""
-        return self.staged[number][rank].index(slot) * self.stride
+        return self.staged(number, rank)[slot] * self.stride
 
     def staged_for(self, number: int, peer: int, begin: int) -> list[tuple[int, int]]:
         """Return (offset, bytes) of the staged slots that a peer reads in a round of a window."""
-        moves = self._indexed[number].out_of.get(self.rank, {}).get(peer, ()) if self.carries_data else ()
+        moves = self._own[number].out_of.get(peer, ()) if self.carries_data else ()
         size = self.dtype.itemsize
         return [
             (self.staging_offset(number, self.rank, slot), self.length(self.rank, slot, begin) * size)
@@ -323,43 +360,34 @@ def operands_of(moves: Sequence[Move]) -> list[int | None]:
     return [operand for _, operand in sorted(found, key=lambda each: each[0])]
 
 
-class IndexedRound(NamedTuple):
-    """Moves of one round, found by rank.
+class OwnRound(NamedTuple):
+    """Moves of one rank in one round.
 
     Attributes:
-        into: Moves that end on each rank, in listed order.
-        out_of: Moves that begin on each rank, by the rank on which they end.
-        staged: Slots that each rank writes into its staging buffer, in order.
+        into: Moves that end on the rank, in listed order.
+        out_of: Moves that begin on the rank, by the rank on which they end.
     """
 
-    into: dict[int, list[Move]]
-    out_of: dict[int, dict[int, list[Move]]]
-    staged: dict[int, tuple[Slot, ...]]
+    into: Round
+    out_of: dict[int, list[Move]]
 
 
-def _indexed(moves: Sequence[Move]) -> IndexedRound:
-    into: dict[int, list[Move]] = {}
-    out_of: dict[int, dict[int, list[Move]]] = {}
-    for move in moves:
-        into.setdefault(move.dst, []).append(move)
-        out_of.setdefault(move.src, {}).setdefault(move.dst, []).append(move)
-    return IndexedRound(into, out_of, _staged(moves))
+def _staged(schedule: Schedule, number: int, rank: int) -> Mapping[Slot, int]:
+    """Return what `Plan.staged` does, for tensors of which all moves carry some bytes.
 
-
-@lru_cache(maxsize=32)
-def _indexed_rounds(schedule: Schedule) -> tuple[IndexedRound, ...]:
-    """Return the rounds of a schedule by rank. `catalogue.build` returns one object for equal arguments."""
-    return tuple(map(_indexed, schedule.rounds))
-
-
-def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
-    """Return the slots that a peer reads, and own slots that are both read and overwritten in the round."""
-    written = {(m.dst, m.write) for m in moves}
-    staged: dict[int, dict[Slot, None]] = {}
-    for move in moves:
-        if move.src != move.dst or (move.src, move.read) in written:
-            staged.setdefault(move.src, {})[move.read] = None
-    return {rank: tuple(slots) for rank, slots in staged.items()}
+    These are the slots that a peer reads, and own slots that are both read and overwritten in the round. Ranks that are
+    threads of one process share the schedule, and what is found here.
+    """
+    found = schedule.staged.get((number, rank))
+    if found is None:
+        moves = single(schedule.own.out_of(number, rank))
+        slots = [m.read for m in moves if m.dst != rank]
+        if len(slots) < len(moves):
+            written = {m.write for m in single(schedule.own.into(number, rank))}
+            slots = [m.read for m in moves if m.dst != rank or m.read in written]
+        found = {slot: position for position, slot in enumerate(dict.fromkeys(slots))}
+        schedule.staged[number, rank] = found
+    return found
 
 
 def _is_not_conjugate(tensor: Tensor) -> bool:
