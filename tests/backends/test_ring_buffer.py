@@ -41,9 +41,8 @@ def link_with(cells: int, seen: list[str]) -> Any:
         seen.append(f"waited for {semaphore.name}")
 
     row = SimpleNamespace(compared=(b"", b""), fields=[0] * 4, announce=lambda *_: None)
-    return SimpleNamespace(
-        row=row, rows=(), peers=(), rank=0, name="world", acquire=wait, layout=SegmentLayout(2, cells=cells)
-    )
+    layout = SegmentLayout(2, cells=cells)
+    return SimpleNamespace(row=row, rows=(), peers=(), hops=(), rank=0, name="world", acquire=wait, layout=layout)
 
 
 def being_read(ring: RingBuffer, seen: list[str], ready: bool) -> RingBuffer:

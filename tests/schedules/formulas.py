@@ -17,12 +17,12 @@ def lg(n: object) -> int:
 
 def formula(text: str, n: int) -> float:
     """Return the time of a cost of the catalogue: adjacent letters and brackets are multiplied."""
-    signals = re.findall(r"\d+|lg|[abgmn]|[-+/()]", text)
+    signals = re.findall(r"\d+|lg|[abgkmn]|[-+/()]", text)
     joined = ""
     for before, signal in zip(["", *signals], signals, strict=False):
         juxtaposed = (before.isalnum() or before == ")") and before != "lg" and (signal.isalnum() or signal == "(")
         joined += ("*" if juxtaposed else "") + signal
-    return eval(joined, {"n": n, "m": M, "a": A, "b": B, "g": G, "lg": lg})
+    return eval(joined, {"n": n, "k": min(n, 16), "m": M, "a": A, "b": B, "g": G, "lg": lg})
 
 
 def network_of(name: str, world: int) -> Network:

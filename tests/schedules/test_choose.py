@@ -39,6 +39,30 @@ def test_on_shared_memory_all_is_direct_but_large_reductions_and_exchanges(op: s
     assert choose(op, 1, 1 << 30) == "direct"
 
 
+@pytest.mark.parametrize("world", [65, 97, 100, 128])
+def test_many_ranks_on_one_host_have_few_messages_each_and_the_bits_of_the_tree(world: int) -> None:
+    for op in ("all_reduce", "reduce", "all_gather", "reduce_scatter", "barrier"):
+        for nbytes in (4, 4 * KIB, 4 * KIB + 1, 1 << 30):
+            name = choose(op, world, nbytes)
+            schedule = build(op, name, world)
+            messages = cost(schedule).messages
+            assert messages < 16 * world * (2 if name == "blocks" else 1), f"{name} of {op}"
+            assert messages < cost(build(op, choose(op, 64, nbytes), world)).messages or op == "reduce"
+            if op in ("all_reduce", "reduce", "reduce_scatter"):
+                verify(schedule, op, tree=True)
+
+
+def test_sums_of_16_bit_floats_among_many_ranks_are_rounded_once() -> None:
+    assert [choose("all_reduce", 100, n, rounded=True) for n in (4, 1 << 20)] == ["direct", "two_shot"]
+    assert choose("reduce_scatter", 100, 1 << 20, rounded=True) == "direct"
+    assert choose("barrier", 100, 0, rounded=True) == "dissemination"
+
+
+@pytest.mark.parametrize("world", [*range(1, 40), 64, 65, 100])
+def test_blocks_combine_the_ranks_along_the_tree_at_every_size(world: int) -> None:
+    verify(build("all_reduce", "blocks", world), "all_reduce", tree=True)
+
+
 @pytest.mark.parametrize("world", [3, 4, 8])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce"])
 def test_small_reductions_have_few_rounds_and_large_ones_divide_the_additions(op: str, world: int) -> None:

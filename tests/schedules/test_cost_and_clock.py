@@ -37,6 +37,7 @@ CLOSED = {
     ("all_reduce", "two_shot"): "2, 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",
     ("all_reduce", "recursive_doubling"): "lg(n), lg(n), lg(n), lg(n)",
     ("all_reduce", "halving_doubling"): "2*lg(n), 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",
+    ("all_reduce", "blocks"): "2*lg(n), 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",  # up to 16 ranks
     ("all_reduce", "ring"): "2*(n-1), 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",
     ("all_reduce", "tree"): "2*lg(n), lg(n), lg(n), lg(n)",
     ("all_reduce", "chain"): "2*(n+6), 2 if n > 2 else 1, 2 if n > 2 else 1, 1",

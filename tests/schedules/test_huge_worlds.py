@@ -21,13 +21,14 @@ HOSTS = tuple(rank // 8 for rank in range(HUGE))
 UNLIKE = [("broadcast", "scatter_all_gather")]
 CLOCKED = [(op, name) for op in operations() for name in algorithms(op) if (op, name) not in UNLIKE]
 
-FOLDING = [(op, name) for op, name in CLOCKED if "halving" in name or "doubling" in name]
+FOLDING = [(op, name) for op, name in CLOCKED if "halving" in name or "doubling" in name or name == "blocks"]
 
 
 @pytest.mark.parametrize(
     ("op", "name"),
     [
         ("all_reduce", "halving_doubling"),
+        ("all_reduce", "blocks"),
         ("all_reduce", "ring"),
         ("all_reduce", "recursive_doubling"),
         ("broadcast", "tree"),

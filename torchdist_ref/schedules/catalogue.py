@@ -22,7 +22,15 @@ from typing import Any
 from torchdist_ref.calls import fingerprint
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.catalogue_rows import ENTRIES, Entry, entry_of
-from torchdist_ref.schedules.measured import BETWEEN_HOSTS, BETWEEN_TWO, UNROUNDED, WITHIN_A_HOST, SizeTable
+from torchdist_ref.schedules.measured import (
+    BETWEEN_HOSTS,
+    BETWEEN_TWO,
+    MANY_WITHIN_A_HOST,
+    MOST_DIRECT_RANKS,
+    UNROUNDED,
+    WITHIN_A_HOST,
+    SizeTable,
+)
 from torchdist_ref.schedules.reduction_tree import are_subtrees
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.schedules.verify import verify
@@ -265,7 +273,8 @@ def choose(
         return "hierarchical" if hierarchy else _between_hosts(op, world, nbytes, rounded)
     if transport == "tcp" and world > 1:
         return _between_hosts(op, world, nbytes, rounded)
-    table = {1: {}, 2: BETWEEN_TWO}.get(world, WITHIN_A_HOST)
+    many = world > MOST_DIRECT_RANKS and not (rounded and op in UNROUNDED)
+    table = {1: {}, 2: BETWEEN_TWO}.get(world, MANY_WITHIN_A_HOST if many else WITHIN_A_HOST)
     return _first(table.get(op, _DIRECT), nbytes)
 
 

@@ -1,7 +1,8 @@
 """Rows of the catalogue, as data: operation, algorithm, idea, use, cost, and source.
 
 In the costs ``n`` is the number of ranks, ``m`` the bytes of the whole buffer, ``a`` the seconds per message,
-``b`` per byte moved, ``g`` per byte reduced; ``lg`` is the logarithm to base 2, rounded up. Costs are for powers
+``b`` per byte moved, ``g`` per byte reduced; ``k`` is the smaller of ``n`` and 16 (the ranks of a block), ``lg`` the
+logarithm to base 2, rounded up. Costs are for powers
 of two (some for all worlds), for ``direct`` and ``two_shot`` on one host (where reading overlaps with reducing),
 for the others on a flat network. The tests compare them with `simulate`.
 
@@ -26,6 +27,7 @@ SOURCES = {
     "two_shot": "shared-memory collectives of MPICH, DeepSpeed",
     "recursive_doubling": THAKUR,
     "halving_doubling": "Rabenseifner 2004",
+    "blocks": "Rabenseifner 2004, with larger chunks",
     "ring": "Patarasuk, Yuan 2009",
     "tree": THAKUR,
     "chain": "van de Geijn 1994",
@@ -139,6 +141,13 @@ ENTRIES: tuple[Entry, ...] = (
             "exchange halves, quarters, ..., then gather",
             "medium, between hosts",
             "2 lg(n) a + 2(n-1)/n mb + (n-1)/n mg",
+        ),
+        (
+            "blocks",
+            halving_doubling.blocks_all_reduce,
+            "exchange halves within blocks of 16 ranks, then between blocks",
+            "hundreds of ranks on one host",
+            "(lg(n) + lg(k))a + (2(k-1)/k + lg(n/k)/k) mb + ((k-1)/k + lg(n/k)/k) mg",
         ),
         (
             "ring",

@@ -15,6 +15,10 @@ one combines neighbors first, as the `reduction_tree` does, and sends the most b
 steps ``2 lg n``, bytes ``2 (n - 1)/n m``, reduced ``(n - 1)/n m``; reduce: the same; reduce_scatter: half. Source:
 Rabenseifner, "Optimization of collective reduction operations", ICCS 2004.
 
+**Blocks**: halve within blocks of 16 neighbors only, double from block to block, and gather within the blocks. With
+``k``, the smaller of ``n`` and 16: steps ``lg n + lg k``, bytes ``2 (k - 1)/k m + lg(n/k)/k m``. Each rank handles
+``k`` chunks where halving all the way has ``n``, which for hundreds of ranks are many small copies.
+
 Do not add here: exchanges for any world without folding (`bruck`).
 """
 
@@ -25,6 +29,9 @@ from torchdist_ref.schedules.compose import on_ranks, reversed_, then
 from torchdist_ref.schedules.direct import DATA
 from torchdist_ref.schedules.reduction_tree import core_ranks, core_size, fold
 from torchdist_ref.schedules.schedule import Move, Run, Schedule, arriving, carry, carry_run, to_targets
+
+BLOCK_RANKS = 16
+"""Ranks of a block: a power of two."""
 
 
 def across(step: int, rank: int) -> tuple[int]:
@@ -97,21 +104,42 @@ def kept(core: int, step: int, rank: int) -> tuple[int, range]:
     return rank ^ 1 << step, range(first, first + length)
 
 
-def reduce_scatter_in_place(core: int) -> Schedule:
-    """Reduce each chunk of every rank's ``data`` on one rank, for a power of two."""
+def reduce_scatter_in_place(core: int, size: int = 0) -> Schedule:
+    """Reduce each chunk of every rank's ``data`` on one rank of each block, for a power of two.
+
+    Args:
+        core: number of ranks.
+        size: ranks of a block, and number of chunks: a power of two (default 0: all ranks are one block).
+    """
+    size = size or core
 
     def arrivals(step: int, rank: int) -> list[Run]:
-        partner, chunks = kept(core, step, rank)
+        partner, chunks = kept(size, step, rank)
         return [carry_run(partner, rank, "data", chunks, reduce=True)]
 
-    rounds = arriving(core, core.bit_length() - 1, arrivals, to_targets(arrivals, across), period=1)
-    return Schedule("halving reduce_scatter in place", core, rounds, core)
+    rounds = arriving(core, size.bit_length() - 1, arrivals, to_targets(arrivals, across), period=1)
+    return Schedule("halving reduce_scatter in place", core, rounds, size)
 
 
 def all_reduce(world: int) -> Schedule:
     """Halve, then double: the second part is the first one reversed."""
     halve = reduce_scatter_in_place(core_size(world))
     return folded(then(halve, reversed_(halve), name="halving_doubling all_reduce"), world)
+
+
+def blocks_all_reduce(world: int) -> Schedule:
+    """Halve within blocks, double from block to block, gather within blocks."""
+    core = core_size(world)
+    size = min(core, BLOCK_RANKS)
+    bits = size.bit_length() - 1
+    halve = reduce_scatter_in_place(core, size)
+
+    def arrivals(step: int, rank: int) -> list[Run]:
+        return [carry_run(rank ^ size << step, rank, "data", kept(size, bits - 1, rank)[1], reduce=True)]
+
+    leaving = to_targets(arrivals, lambda step, rank: across(step + bits, rank))
+    between = Schedule("doubling", core, arriving(core, core.bit_length() - 1 - bits, arrivals, leaving, 1), size)
+    return folded(then(halve, between, reversed_(halve), name="blocks all_reduce"), world)
 
 
 def gather_in_place(core: int, root: int) -> Schedule:

@@ -31,6 +31,19 @@ WITHIN_A_HOST: dict[str, SizeTable] = {
 # Measured with 2 ranks on 2 cores of the same machine, 2026-11-22.
 BETWEEN_TWO: dict[str, SizeTable] = {"all_reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot"))}
 
+# Ranks on one host up to which the tables above hold. Beyond, an algorithm in which every rank reads from every other
+# one costs more in signals, whose number grows with the square of the ranks, than in copies.
+MOST_DIRECT_RANKS = 64
+
+# More ranks than that on one host, who share few cores or are simulated: few messages a rank. 2026-11-29.
+MANY_WITHIN_A_HOST: dict[str, SizeTable] = {
+    "all_reduce": ((4 * KIB, "recursive_doubling"), (float("inf"), "blocks")),
+    "reduce": ((float("inf"), "tree"),),
+    "all_gather": ((float("inf"), "bruck"),),
+    "reduce_scatter": ((float("inf"), "recursive_halving"),),
+    "barrier": ((float("inf"), "dissemination"),),
+}
+
 # Between hosts: the limits of Thakur, Rabenseifner and Gropp 2005, scaled for a latency of tens of microseconds
 # through Python. These are not measured here.
 BETWEEN_HOSTS: dict[str, SizeTable] = {

@@ -197,6 +197,7 @@ class Scheduler:
         self.now = 0.0
         self.current: Task | None = None
         self.tasks: list[Task] = []
+        self._of_rank: dict[int, list[Task]] = {}
         self.on_quiet: Callable[[], None] = lambda: None
         self.on_task_start: Callable[[], None] = lambda: None
         self.on_step: Callable[[Task], None] = lambda task: None
@@ -223,6 +224,7 @@ class Scheduler:
         """Add a task that can run. Its thread starts when it gets the baton first."""
         task = Task(self, owner, name, run)
         self.tasks.append(task)
+        self._of_rank.setdefault(owner, []).append(task)
         self._make_ready(task)
         return task
 
@@ -282,11 +284,10 @@ class Scheduler:
 
     def alarm(self, owner: int | None = None) -> None:
         """Have the waits of a rank, or of all ranks, look again for a reason to end."""
-        for task in self.tasks:
-            if owner is None or task.owner == owner:
-                task.alarmed = True
-                if task.alarmable:
-                    self.wake(task, False)
+        for task in self.tasks if owner is None else self._of_rank.get(owner, ()):
+            task.alarmed = True
+            if task.alarmable:
+                self.wake(task, False)
 
     def step(self) -> None:
         """Note an operation that other ranks can notice: time for computation, for a fault, or for another task.

@@ -11,6 +11,7 @@ from torchdist_ref.simulation.scheduler import CHECK, TIMEOUT, Scheduler, Task, 
 from torchdist_ref.simulation.world import SimulatedWorld
 from torchdist_ref.stores import HashStore
 from torchdist_ref.stores.base import Text, quote_keys
+from torchdist_ref.stores.hash import Table
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import Deadline
 
@@ -18,9 +19,9 @@ from torchdist_ref.timeouts import Deadline
 class _Changes:
     """Condition of a simulated store. It has no lock, which a killed rank could hold, and needs none."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._waiting: list[Task] = []
+    def __init__(self, scheduler: Scheduler, table: Table) -> None:
+        self._scheduler, self._table = scheduler, table
+        self._waiting: dict[Task, bytes] = {}
 
     def __enter__(self) -> None:
         pass
@@ -28,17 +29,19 @@ class _Changes:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wait(self, seconds: float, kind: int = TIMEOUT) -> None:
+    def wait_for(self, key: bytes, seconds: float, kind: int = TIMEOUT) -> None:
+        """Wait until a change after which a key is there, an alarm, or the time-out."""
         task = self._scheduler.running()
-        self._waiting.append(task)
+        self._waiting[task] = key
         self._scheduler.block(self, seconds, kind)
-        if task in self._waiting:
-            self._waiting.remove(task)
+        self._waiting.pop(task, None)
 
     def notify_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            if task.waits_for is self:
+        # Ranks of a large group wait for keys of all of them: to wake each at each key would be quadratic.
+        there = (self._table.values, self._table.queues)
+        for task, key in [*self._waiting.items()]:
+            if any(key in keys for keys in there) and task.waits_for is self:
+                del self._waiting[task]
                 self._scheduler.wake(task)
 
     def __str__(self) -> str:
@@ -57,7 +60,7 @@ class SimulatedStore(HashStore):
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
         self._world = world
-        self._changes = _Changes(world.scheduler)
+        self._changes = _Changes(world.scheduler, self._table)
         self._changed = self._changes  # type: ignore[assignment]
         self._wills: dict[int, tuple[str, Text]] = {}
         self.session_key = bytes(32)
@@ -123,7 +126,8 @@ class SimulatedStore(HashStore):
             task.alarmable += watched
             task.purpose = f"keys in the store ({quote_keys(absent)})"
             try:
-                self._changes.wait(deadline.remaining(), TIMEOUT if kind is None else kind)
+                # Of several keys the last one is probably set last.
+                self._changes.wait_for(absent[-1], deadline.remaining(), TIMEOUT if kind is None else kind)
             finally:
                 task.alarmable, task.purpose = task.alarmable - watched, ""
         return None

@@ -20,14 +20,24 @@ from torchdist_ref.simulation.scheduler import Scheduler, current_task
 from torchdist_ref.simulation.timeline import Timeline
 from torchdist_ref.transports import selection
 from torchdist_ref.transports.base import Range, Semaphore
-from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import ROW_BYTES, CommonSegment, SegmentLayout, StatusRow, window_for
+from torchdist_ref.transports.link import MOST_MEETING_WITHIN_A_HOST, Link
+from torchdist_ref.transports.segment import (
+    ABORTED,
+    ROW_BYTES,
+    CommonSegment,
+    SegmentLayout,
+    StatusRow,
+    StatusRows,
+    window_for,
+)
 
 HOST_PREFIX = "simulated host "
 WINDOW_BYTES = 512 * 1024
 """Window between hosts, as over TCP."""
 FIRST_PID = 1000
 """Number of the process of rank 0."""
+# Of mmap(2): no memory is set aside before it is used. Python has a name for it from 3.13 on.
+_MAP_NORESERVE = 0x4000
 
 
 class SimulatedWorld:
@@ -111,79 +121,119 @@ class SimulatedWorld:
         scheduler.at(latest, known)
 
 
-class SimulatedSegment(CommonSegment):
+class SimulatedSegment:
     """Memory of a group, with semaphores whose posts take the time that the network needs for their bytes.
 
     Data and messages lie in memory that all ranks share: nobody reads them before the semaphore that announces them,
     or overwrites them before the one that releases them. A row of the status table may be read at any time. So each
-    rank has a copy of the table, and a change arrives with the semaphore that carries it, never before an earlier one.
+    rank has copies of the rows, and a change arrives with the semaphore that carries it, never before an earlier one.
+
+    Args:
+        world: The world.
+        layout: Offsets in the segment.
+        owners: Rank of the run behind each rank of the group. Groups may number their members anew.
 
     Attributes:
-        owners: Rank of the run behind each rank of the group. Groups may number their members anew.
-        tables: Copy of the status table of each rank.
+        owners: As the argument.
+        buffer: The memory. Untouched pages use none.
     """
 
-    kind = "threads"
-
     def __init__(self, world: SimulatedWorld, layout: SegmentLayout, owners: Sequence[int]) -> None:
-        self._world, self.owners = world, tuple(owners)
-        self.buffer = mmap.mmap(-1, layout.nbytes)
+        self.world, self.layout, self.owners = world, layout, tuple(owners)
+        self.buffer = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self.bytes = memoryview(self.buffer)
+        self.groups_of_hosts: dict[int, list[int]] = {}
+        for rank, owner in enumerate(owners):
+            self.groups_of_hosts.setdefault(world.wires.hosts[owner], []).append(rank)
         self._semaphores: dict[int, SimulatedSemaphore] = {}
-        self._first_row, self._end_of_rows = layout.status_row(0), layout.status_row(layout.size)
-        # One for each rank, which writes may reach before it has connected itself.
-        self.tables = [bytearray(self._end_of_rows - self._first_row) for _ in owners]
+        # By owner and then by the rank that sees it. A rank that was sent a row alone has a copy of its own; all others
+        # of a host see what was published there last.
+        self._copies: list[dict[int, bytearray]] = [{} for _ in owners]
+        self._published: list[dict[int, bytes]] = [{} for _ in owners]
 
-    def join(self, rank: int) -> tuple[StatusRow, ...]:
-        """Return the rows of the status table as a rank sees them."""
-        table = self.tables[rank]
-        return tuple(StatusRow(memoryview(table), r * ROW_BYTES) for r in range(len(self.owners)))
+    def row_memory(self, owner: int, seen_by: int) -> bytearray:
+        """Return a rank's copy of the row of another one, or its own row."""
+        found = self._copies[owner].get(seen_by)
+        if found is None:
+            host = self.world.wires.hosts[self.owners[seen_by]]
+            found = bytearray(self._published[owner].get(host) or ROW_BYTES)
+            self._copies[owner][seen_by] = found
+        return found
 
-    def row_of(self, rank: int, seen_by: int) -> StatusRow:
+    def row_of(self, owner: int, seen_by: int) -> StatusRow:
         """Return the row of a rank in another rank's copy of the table."""
-        return StatusRow(memoryview(self.tables[seen_by]), rank * ROW_BYTES)
+        return StatusRow(memoryview(self.row_memory(owner, seen_by)), 0)
 
-    def _snapshot(self, rank: int, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
-        """Return the parts of some ranges that lie in the status table, as this rank has written them."""
-        table, first = self.tables[rank], self._first_row
-        parts = [(offset - first, size) for offset, size in ranges if first <= offset < self._end_of_rows]
-        return [(offset, bytes(table[offset : offset + size])) for offset, size in parts]
+    def show(self, owner: int, host: int, content: bytes) -> None:
+        """Let the ranks of a host see a row."""
+        self._published[owner][host] = content
+        for seen_by, copy in self._copies[owner].items():
+            if seen_by != owner and self.world.wires.hosts[self.owners[seen_by]] == host:
+                copy[:] = content
 
-    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
-        """See `Segment.semaphore`. Created on first use."""
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> SimulatedSemaphore:
+        """Return a semaphore. Created on first use."""
         at = layout.semaphore(kind, source, target)
         found = self._semaphores.get(at)
         if found is None:
             posted_by = None if kind == "doorbell" else self.owners[source]
-            found = self._semaphores[at] = SimulatedSemaphore(self._world.scheduler, posted_by, kind)
+            found = self._semaphores[at] = SimulatedSemaphore(self.world.scheduler, posted_by, kind)
         return found
+
+
+class SimulatedEnd(CommonSegment):
+    """One rank's access to the memory of a group.
+
+    Args:
+        shared: The memory.
+        rank: Rank of the group.
+
+    Attributes:
+        shared: As the argument.
+    """
+
+    kind = "threads"
+
+    def __init__(self, shared: SimulatedSegment, rank: int) -> None:
+        self.shared, self._rank = shared, rank
+        self.buffer, self.bytes = shared.buffer, shared.bytes
+        self._row = shared.row_memory(rank, rank)
+
+    def rows(self) -> StatusRows:
+        """Return the rows of the status table as the rank sees them."""
+        return StatusRows(len(self.shared.owners), lambda owner: self.shared.row_of(owner, self._rank))
+
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`."""
+        return self.shared.semaphore(layout, kind, source, target)
 
     def make_signal(
         self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
     ) -> Callable[[], Any]:
         """See `Segment.make_signal`. The semaphore is posted when the bytes have arrived."""
-        world, to = self._world, self.owners[target]
+        shared, world, rank = self.shared, self.shared.world, self._rank
+        scheduler, wires, source, to = world.scheduler, world.wires, shared.owners[rank], shared.owners[target]
+        end_of_rows, at = shared.layout.status_row(len(shared.owners)), shared.layout.status_row(rank)
         # Rows of the status table are announcements; what lies behind them are data.
-        nbytes = sum(size for offset, size in ranges if offset >= self._end_of_rows)
-        scheduler, wires = world.scheduler, world.wires
-        alarm = kind == "status"
+        nbytes = sum(size for offset, size in ranges if offset >= end_of_rows)
+        shown = max((size for offset, size in ranges if offset == at), default=0)
+        row, release, alarm = self._row, semaphore.release, kind == "status"
 
         def post() -> None:
             scheduler.step()
-            task = current_task()
-            source = to if task is None else task.owner
-            rows = self._snapshot(self.owners.index(source), ranges) if ranges else []
+            content = bytes(row[:shown]) if shown else b""
 
             def arrive() -> None:
                 if wires.is_cut(source, to):
                     world.held.append((source, to, arrive))
                     return
-                for offset, content in rows:
-                    self.tables[target][offset : offset + len(content)] = content
+                if shown:
+                    shared.row_memory(rank, target)[:shown] = content
                 if alarm:
                     scheduler.alarm(to)
-                semaphore.release()
+                release()
 
+            task = current_task()
             arrival = wires.arrival(scheduler.now, source, to, nbytes, 0.0 if task is None else task.uncached)
             if nbytes:
                 world.record(source, "sent", to, nbytes, arrival)
@@ -193,6 +243,34 @@ class SimulatedSegment(CommonSegment):
                 arrive()
 
         return post
+
+    def publish_row(self, layout: SegmentLayout, rank: int) -> None:
+        """See `Segment.publish_row`. To few ranks it is a message each, which the plan's faults may come between."""
+        shared, world, size = self.shared, self.shared.world, len(self.shared.owners)
+        if size <= MOST_MEETING_WITHIN_A_HOST or world.wires.cut:
+            row = [(layout.status_row(rank), ROW_BYTES)]
+            for target in range(size):
+                if target != rank:
+                    self.make_signal(shared.semaphore(layout, "status", rank, target), "status", target, rank, row)()
+            return
+        scheduler, wires, source, content = world.scheduler, world.wires, shared.owners[rank], bytes(self._row)
+        # Who waits in vain for a rank that left in good order looks when nothing else can happen (`on_quiet`).
+        is_abort = shared.row_of(rank, rank).status == ABORTED
+        scheduler.step()
+        for host, targets in shared.groups_of_hosts.items():
+            to = [shared.owners[target] for target in targets if target != rank]
+            arrival = max((wires.arrival(scheduler.now, source, each, 0) for each in to), default=scheduler.now)
+
+            def arrive(host: int = host, to: Sequence[int] = to) -> None:
+                shared.show(rank, host, content)
+                if is_abort:
+                    for each in to:
+                        scheduler.alarm(each)
+
+            if arrival > scheduler.now:
+                scheduler.at(arrival, arrive)
+            else:
+                arrive()
 
 
 class SimulatedLiveness:
@@ -227,10 +305,11 @@ def connect(world: SimulatedWorld, group: selection.GroupEndpoints) -> Link:
         key = f"{group.name}, {len(world.segments)}"
         segment = world.segments[key] = SimulatedSegment(world, layout, owners)
         group.store.set("segment", key)
-    link = Link(segment, layout, rank, members, group.name, group.timeout)
+    end = SimulatedEnd(segment, rank)
+    link = Link(end, layout, rank, members, group.name, group.timeout)
     link.spins = link.yields = 0
     link.liveness = SimulatedLiveness(world, owners)
-    link.rows = segment.join(rank)
+    link.rows = end.rows()
     link.row = link.rows[rank]
     link.hosts = hosts if len(set(hosts)) > 1 else None
     link.row.join(os.getpid())

@@ -44,6 +44,8 @@ class Segment(Protocol):
     """Memory of a group: shared by all ranks, or a copy on each host that the ranks keep up to date."""
 
     kind: str
+    rows_are_common: bool
+    """Whether a row of the status table reaches all ranks without a signal to each of them."""
 
     def buffer_of(self, rank: int) -> Any:
         """Return the buffer that holds the parts of `rank`, for `torch.frombuffer`."""
@@ -58,6 +60,9 @@ class Segment(Protocol):
         self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
     ) -> Callable[[], Any]:
         """Return a function that makes ranges of the parts of `owner` visible to `target` and posts the semaphore."""
+
+    def publish_row(self, layout: Any, rank: int) -> None:
+        """Make the status row of `rank`, which is this one, visible to the ranks that do not see it anyway."""
 
     def direct_path(self, peer: int) -> DirectPath | None:
         """Return the zero-copy path to and from `peer`; None where both access the same segment.

@@ -60,6 +60,7 @@ from torchdist_ref.transports.segment import (
     ROW_BYTES,
     SegmentLayout,
     StatusRow,
+    StatusRows,
 )
 
 # A waiting rank renews its entry in the status table at every poll. An older entry belongs to a stopped process.
@@ -67,6 +68,26 @@ _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
 _ADVICE = "start from a checkpoint"
 log = logging.getLogger("torchdist_ref.transports")
+
+
+MOST_MEETING_WITHIN_A_HOST, MOST_MEETING_BETWEEN_HOSTS = 64, 16
+"""Ranks of a group up to which each of them signals every other one to meet it.
+
+Two ranks of a host exchange a signal in 0.1 us, and a step in which all of them wait for one another takes 5 to 20 us,
+more with many ranks on few cores. Between hosts a signal is a message of some 10 us.
+"""
+
+
+class _Semaphores(dict[int, Semaphore]):
+    """Semaphores by peer, each made when it is used first."""
+
+    def __init__(self, make: Callable[[int], Semaphore]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, peer: int) -> Semaphore:
+        found = self[peer] = self._make(peer)
+        return found
 
 
 class Link:
@@ -84,8 +105,8 @@ class Link:
         rows: Rows of the status table, by rank.
         row: Row of this rank.
         peers: All other ranks.
-        ready_from: Semaphore by peer: its data of this round is ready.
-        released_by: Semaphore by peer: it has read this rank's data.
+        ready_from: Semaphore by peer: its data of this round is ready. Each is made when it is used first.
+        released_by: Semaphore by peer: it has read this rank's data. Each is made when it is used first.
         liveness: Detector of ended processes.
         broken: Error that ended the group; None while it is usable.
         leaving: Whether this rank is destroying the group, which ends its waits.
@@ -101,12 +122,12 @@ class Link:
         self.segment, self.layout, self.rank, self.members, self.name = segment, layout, rank, tuple(members), name
         self.size = layout.size
         self.timeout = timeout
-        self.rows = tuple(StatusRow(segment.bytes_of(r), layout.status_row(r)) for r in range(self.size))
+        self.rows = StatusRows(self.size, lambda r: StatusRow(segment.bytes_of(r), layout.status_row(r)))
         self.row = self.rows[rank]
         self.peers = tuple(r for r in range(self.size) if r != rank)
         self._posted_semaphores: dict[tuple[str, int], Semaphore] = {}
-        self.ready_from = {p: segment.semaphore(layout, "ready", p, rank) for p in self.peers}
-        self.released_by = {p: segment.semaphore(layout, "released", p, rank) for p in self.peers}
+        self.ready_from = _Semaphores(lambda p: segment.semaphore(layout, "ready", p, rank))
+        self.released_by = _Semaphores(lambda p: segment.semaphore(layout, "released", p, rank))
         # Ranks in step are some hundred microseconds apart: spin for that long. Ranks that share a core cannot spin:
         # yielding to each other first costs half of what sleeping and being woken costs.
         enough_cores = self.size <= len(os.sched_getaffinity(0))
@@ -265,7 +286,7 @@ class Link:
             return self.left_meanwhile(description)
         if self._joining:
             # One that has joined and ended concerns the next call.
-            joining = [*self._joining]
+            joining = [rank for rank in self._joining if self.rows[rank].completed != JOINED]
             failure = None if self._watch is None else self._watch.failure(joining)
             died = [self._death_of(rank) for rank in ended if rank in joining]
             return failure or self._error(blame(died, self._global(joining), Wait.MEETING), description)
@@ -433,8 +454,20 @@ class Link:
 
     def publish_row(self) -> None:
         """Copy this rank's status row to the peers on other hosts."""
-        for peer in self.peers:
-            self.make_signal("status", peer, [(self.layout.status_row(self.rank), ROW_BYTES)])()
+        self.segment.publish_row(self.layout, self.rank)
+
+    @property
+    def hops(self) -> list[tuple[int, int]]:
+        """Peers that this rank signals, and those for which it waits, one after the other, to meet all ranks.
+
+        After the last wait every rank has, directly or not, a signal of every other one. Few ranks signal each other,
+        which takes one round. Of many, each signals one at a distance that doubles, as in the dissemination barrier of
+        Hensgen, Finkel and Manber (see `schedules.bruck`). Empty for few ranks.
+        """
+        if self.size <= (MOST_MEETING_WITHIN_A_HOST if self.hosts is None else MOST_MEETING_BETWEEN_HOSTS):
+            return []
+        distances = (1 << step for step in range((self.size - 1).bit_length()))
+        return [((self.rank + d) % self.size, (self.rank - d) % self.size) for d in distances]
 
     def handshake(self, watch: MemberWatch | None = None) -> None:
         """Wait until all ranks have joined, and exchange status rows.
@@ -443,13 +476,24 @@ class Link:
             watch: Watch over the ranks until they have joined; None to wait for the time-out.
         """
         self._watch, self._joining = watch, set(self.peers)
-        for peer in self.peers:
-            self.make_signal("ready", peer, [(self.layout.status_row(self.rank), ROW_BYTES)])()
-        for peer in self.peers:
-            self.acquire(self.ready_from[peer], peer, "init_process_group" if watch is None else watch.operation)
-            self._joining.discard(peer)
+        operation, hops = "init_process_group" if watch is None else watch.operation, self.hops
+        row = [(self.layout.status_row(self.rank), ROW_BYTES)]
+        if hops and self.segment.rows_are_common:
+            self.publish_row()
+            for to, source in hops:
+                self.make_signal("ready", to, row)()
+                self.acquire(self.ready_from[source], source, operation)
+        else:
+            for peer in self.peers:
+                self.make_signal("ready", peer, row)()
+            for peer in self.peers:
+                self.acquire(self.ready_from[peer], peer, operation)
+                self._joining.discard(peer)
+        self._joining.clear()
         self._watch = None
         self.row.completed = JOINED
+        if hops and self.segment.rows_are_common:
+            self.publish_row()
 
     def check_awaited_call(self, number: tuple[int, int], waited: float) -> None:
         """Raise if waiting for this rank to issue a call that a peer is already in has failed or timed out.

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from functools import cache
 from queue import Empty, SimpleQueue
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 from weakref import WeakValueDictionary
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
@@ -228,6 +228,8 @@ class StatusRow:
             words).
         compared: The part of each header that ranks compare: everything but the sequence number.
         handles: Memory handles of the two calls, 32 bytes each, valid where `announce_zero_copy` wrote them.
+        differs: In the place of the handles, where many ranks compare a call (`Link.hops`): whether the rank knows of
+            two ranks that announced different calls. One byte for each of the two calls.
     """
 
     def __init__(self, memory: memoryview, begin: int) -> None:
@@ -237,6 +239,7 @@ class StatusRow:
         self.headers = tuple(self.fields[at // 8 : (at + _HEADER_BYTES) // 8] for at in starts)
         self.compared = tuple(header[1:] for header in self.headers)
         self.handles = tuple(self._bytes[at + _HEADER_BYTES : at + _ANNOUNCEMENT_STRIDE] for at in starts)
+        self.differs = tuple(handle[:1] for handle in self.handles)
         self._texts = tuple(self._bytes[at : at + _TEXT_BYTES] for at in (_TEXTS, _TEXTS + _TEXT_BYTES))
         self._written: list[Announcement | None] = [None, None]
 
@@ -398,6 +401,35 @@ class StatusRow:
         return f"completed {call}, and has made no other" if self.completed >= self.announced else f"is in {call}"
 
 
+class StatusRows(Sequence[StatusRow]):
+    """Rows of the status table, each made when it is used first: groups of many ranks use few of them.
+
+    Args:
+        size: Number of ranks.
+        make: Function that returns the row of a rank.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], StatusRow]) -> None:
+        self._size, self._make = size, make
+        self._made: dict[int, StatusRow] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> StatusRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[StatusRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> StatusRow | tuple[StatusRow, ...]:
+        ranks = range(self._size)[index]
+        if not isinstance(ranks, int):
+            return tuple(map(self.__getitem__, ranks))
+        found = self._made.get(ranks)
+        if found is None:
+            found = self._made[ranks] = self._make(ranks)
+        return found
+
+    def __len__(self) -> int:
+        return self._size
+
+
 def _put_text(field: memoryview, text: bytes) -> None:
     """Write a text and its length into a field, shortened if it does not fit."""
     text = text[: len(field) - 2]
@@ -418,6 +450,7 @@ class CommonSegment:
 
     buffer: Any
     bytes: memoryview
+    rows_are_common = True
 
     def buffer_of(self, rank: int) -> Any:
         """See `Segment.buffer_of`."""
@@ -432,6 +465,9 @@ class CommonSegment:
     ) -> Callable[[], Any]:
         """See `Segment.make_signal`. The ranges are visible to the target anyway."""
         return semaphore.release
+
+    def publish_row(self, layout: SegmentLayout, rank: int) -> None:
+        """See `Segment.publish_row`. All ranks see the row anyway."""
 
     def direct_path(self, peer: int) -> DirectPath | None:
         """See `Segment.direct_path`."""

@@ -41,6 +41,7 @@ from torchdist_ref.transports.mesh import (
     OutgoingSemaphore,
 )
 from torchdist_ref.transports.segment import (
+    ROW_BYTES,
     PrivateSegment,
     SegmentLayout,
     StatusRow,
@@ -61,6 +62,7 @@ class ReplicatedSegment:
     """Segment with the parts of this host's ranks in common memory, and copies of the parts of remote ranks."""
 
     kind = "tcp"
+    rows_are_common = False
 
     def __init__(self, rank: int, layout: SegmentLayout, local: Sequence[int], common: Segment, timeout: float) -> None:
         self._local, self._common = frozenset(local), common
@@ -98,6 +100,12 @@ class ReplicatedSegment:
         if target in self._local:
             return semaphore.release
         return lambda: self.mesh.send(target, kind, owner, ranges)
+
+    def publish_row(self, layout: SegmentLayout, rank: int) -> None:
+        """See `Segment.publish_row`."""
+        for target in range(layout.size):
+            if target not in self._local:
+                self.mesh.send(target, "status", rank, [(layout.status_row(rank), ROW_BYTES)])
 
     def direct_path(self, peer: int) -> DirectPath | None:
         """See `Segment.direct_path`."""

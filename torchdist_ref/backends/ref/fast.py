@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -133,7 +133,7 @@ class FastExecutor:
         """Return a plan as functions of a call's operands."""
         if plan.uneven:
             staged = self._uneven(plan)
-        elif not plan.carries_data and len(plan.rounds) < 2:
+        elif not plan.carries_data and (len(plan.rounds) < 2 or self._handshake.meets_by_hops):
             # A call without data is over when all ranks have seen each other begin it.
             staged = self._synchronizing(plan)
         else:
@@ -151,6 +151,9 @@ class FastExecutor:
         """Return the path by which peers read the tensors themselves, or None if the call is staged."""
         if plan.uneven or plan.forced or self._link.hosts is not None or self._link.size == 1:
             return None
+        if self._handshake.meets_by_hops:
+            # Every rank would need the location of every other's tensors.
+            return None
         if plan.on_host:
             # A call that fits an eager buffer is staged: it is over before zero-copy could save anything.
             eager = plan.most_staged * plan.stride <= EAGER_BYTES
@@ -167,7 +170,8 @@ class FastExecutor:
             repeated: Whether calls of this kind are probably repeated, so that more is compiled now. Default True.
         """
         wait, operation, ring, handshake = self._link.acquire, plan.text, self.ring, self._handshake
-        rounds = StagedRounds(self._link, plan, self._scratch)
+        meet = partial(handshake.meet, plan) if handshake.meets_by_hops else None
+        rounds = StagedRounds(self._link, plan, self._scratch, meet)
         count, announced = len(plan.rounds), self._handshake.announced
         windows = [(begin, rounds.by_location(begin, repeated)) for begin in plan.windows]
         nbytes = rounds.nbytes
@@ -204,7 +208,7 @@ class FastExecutor:
 
     def _direct(self, plan: Plan, path: ZeroCopyPath, staged: Run) -> Run:
         """Return what runs a plan on memory that peers access in place, if this rank's tensors are in such memory."""
-        row, rows, handshake = self._link.row, self._link.rows, self._handshake
+        row, rows, handshake = self._link.row, tuple(self._link.rows), self._handshake
         synchronize = self._synchronizing(plan)
 
         def run(tensors: Sequence[Tensor], check: bool) -> None:
@@ -224,6 +228,9 @@ class FastExecutor:
     def _synchronizing(self, plan: Plan) -> Run:
         """Return a function that signals all peers and waits for them, as the handshake of a call does."""
         link, operation, compare = self._link, plan.text, self._handshake.compare
+        if self._handshake.meets_by_hops:
+            meet = self._handshake.meet
+            return lambda tensors, check: meet(plan)
         signals = [
             link.make_signal("ready", peer, [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)])
             for peer in link.peers
@@ -371,10 +378,19 @@ class StagedRounds:
 
     Attributes:
         nbytes: Bytes of the ring that each round takes in every staging buffer; 0 if it uses an eager buffer.
+
+    Args:
+        link: This rank's end of the group.
+        plan: The plan.
+        partial_results: Memory for partial results.
+        meet: Function with which many ranks compare a call before they signal in its first round. None: they do it in
+            that round. Default None.
     """
 
-    def __init__(self, link: Link, plan: Plan, partial_results: Scratch) -> None:
-        self.link, self.plan = link, plan
+    def __init__(
+        self, link: Link, plan: Plan, partial_results: Scratch, meet: Callable[[], None] | None = None
+    ) -> None:
+        self.link, self.plan, self._meet = link, plan, meet
         self.nbytes = ring_bytes(plan.most_staged * plan.stride if plan.carries_data else 0)
         scratch = [slot for slot in plan.slots if slot[0] == "tmp"]
         self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in scratch}
@@ -423,15 +439,19 @@ class StagedRounds:
     def compile_round(self, number: int, begin: int, location: int) -> CompiledRound:
         """Compile one round of the window that begins there, for one location."""
         link, plan = self.link, self.plan
-        handshake = number == 0 and begin == 0
+        first = number == 0 and begin == 0
+        handshake, meet = first and self._meet is None, (self._meet,) if first and self._meet else ()
         sources, targets = plan.sources[number], plan.targets[number]
         slots = StagedSlots(self, location)
         moves = plan.moves_into(number) if plan.carries_data else ()
         return CompiledRound(
             writes=tuple(self.staging_copies(number, begin, slots)),
-            signals=tuple(
-                link.make_signal("ready", peer, slots.shown_to(number, peer, begin, handshake))
-                for peer in (link.peers if handshake else targets)
+            signals=(
+                *meet,
+                *(
+                    link.make_signal("ready", peer, slots.shown_to(number, peer, begin, handshake))
+                    for peer in (link.peers if handshake else targets)
+                ),
             ),
             waits=tuple((link.ready_from[peer], peer) for peer in (link.peers if handshake else sources)),
             steps=(*self._maker.of_moves(number, moves, slots, begin), *self._divisions(number, begin, slots)),

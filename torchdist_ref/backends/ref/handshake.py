@@ -2,7 +2,12 @@
 
 In the first round of a call every rank signals every other and waits for every other. So all ranks have seen each
 other's announcement. If the announcements differ, all ranks see the same difference and raise, nothing has been
-written, and the group remains usable. Do not add here: how data moves.
+written, and the group remains usable.
+
+Many ranks meet before the first round, in a number of steps that grows with the logarithm of their number
+(`Link.hops`). In each step a rank compares its announcement with that of another one, and learns whether that one
+knows of a difference. After the last step all ranks know of one or none does. Only if there is one do they signal every
+other, to see all announcements. Do not add here: how data moves.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, REFERENCE_BIT, Pl
 from torchdist_ref.backends.worker_threads import OutOfOrderError
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import COMPLETED, ZERO_COPY_BITS
+from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, COMPLETED, ZERO_COPY_BITS
 
 
 class SomeUnregisteredError(Exception):
@@ -26,7 +31,9 @@ class Handshake:
     Attributes:
         sequence: Number of the next call.
         fields: This rank's row of the status table.
-        announced: By the parity of the call's sequence number, what this rank has announced and what the peers have.
+        announced: By the parity of the call's sequence number, what this rank has announced and what the peers have;
+            none of them if they meet by hops.
+        meets_by_hops: Whether the ranks meet before the first round (`meet`), not in it.
         announce: Announces a call (sequence, record, number) to the peers, which read it once this rank has signaled.
     """
 
@@ -34,7 +41,41 @@ class Handshake:
         self.sequence = 0
         self.announce = link.row.announce
         self._link, self.fields = link, link.row.fields
-        self.announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
+        hops = link.hops
+        self.meets_by_hops = bool(hops)
+        shown = [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)]
+        self._hops = [
+            (link.make_signal("ready", to, shown), link.ready_from[source], source, link.rows[source])
+            for to, source in hops
+        ]
+        peers = () if hops else link.peers
+        self.announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in peers)) for n in (0, 1)]
+
+    def meet(self, plan: Plan) -> None:
+        """Wait until all of many ranks have begun the call, and raise what `compare` does if they differ."""
+        link, parity = self._link, self.sequence & 1
+        mine, differs = link.row.compared[parity], link.row.differs[parity]
+        differs[0] = 0
+        for signal, semaphore, source, row in self._hops:
+            signal()
+            if not semaphore.acquire(False):
+                link.acquire(semaphore, source, plan.text)
+            # The other rank may know of a difference from a later step. It is one all the same.
+            if row.differs[parity][0] or row.compared[parity] != mine:
+                differs[0] = 1
+        if differs[0]:
+            shown = [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)]
+            for peer in link.peers:
+                link.make_signal("ready", peer, shown)()
+            for peer in link.peers:
+                link.acquire(link.ready_from[peer], peer, plan.text)
+            raise self.difference(plan)
+
+    def met(self, plan: Plan) -> bool:
+        """Let many ranks `meet`, and return whether they have; few of them compare the call in its first round."""
+        if self.meets_by_hops:
+            self.meet(plan)
+        return self.meets_by_hops
 
     def compare(self, plan: Plan) -> None:
         """Raise if a peer announced another call; used when all peers have signaled this rank.
