@@ -49,6 +49,7 @@ extensions = [
     "player",
     "reduction_trees",
     "collective_pages",
+    "acid_table",
     "curriculum",
     "error_index",
     "head_tags",

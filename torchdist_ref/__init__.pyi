@@ -10,6 +10,7 @@ import torch.distributed
 from torch import Tensor
 from torch.futures import Future
 
+from torchdist_ref import acid as acid
 from torchdist_ref import algorithms as algorithms
 from torchdist_ref import benchmark as benchmark
 from torchdist_ref import debug as debug

@@ -11,6 +11,7 @@ COMMANDS = {
     "torchdist_ref env": "versions, cores, memory, limits, devices and backends, for a report of a defect",
     "torchdist_ref.launch": "run a script as several ranks, with torchrun's options (also torchdist-run)",
     "torchdist_ref.debug": "explain the flight recorder dumps of a job that hangs",
+    "torchdist_ref.acid": "run some seventy checks on a backend of torch.distributed",
     "torchdist_ref.benchmark": "measure collectives, hooks and DistributedDataParallel",
 }
 _BAD_INPUT_CODE = 2

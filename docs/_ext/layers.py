@@ -131,6 +131,7 @@ PARTS = (
     Part("ranks", "tools", (ALL,)),
     Part("simulation", "tools", (ALL,)),
     Part("testing", "tools", (ALL,)),
+    Part("acid", "tools", (ALL,)),
     Part("benchmark", "tools", (ALL,)),
     Part("notebook", "tools", (ALL,)),
     Part("__main__", "tools", ("launcher", "debug"), torch=NEVER),

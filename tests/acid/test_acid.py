@@ -1,0 +1,121 @@
+"""The acid test of backends: what it says of right ones, and of those that hang, crash, end or are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from torchdist_ref import acid
+from torchdist_ref.acid import report
+from torchdist_ref.acid.__main__ import parse
+
+ODD = ("--import", "tests.acid.odd_backends")
+ROOT = Path(__file__).parents[2]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    # The last of two equal options counts: checks that do not hang may take as long as a busy machine needs.
+    command = [sys.executable, "-m", "torchdist_ref.acid", "--seconds", "100", *options]
+    # A backend's C++ may print to the terminal whatever it likes; the table is on stdout.
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+
+def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    kinds = ("pass", "refused", "fail", "crash", "hang", "not run")
+    found = {}
+    for line in done.stdout.splitlines():
+        for kind in kinds:
+            if line.startswith(f"{kind} ") and line.endswith(" s)"):
+                found[line[9:].rpartition(" (")[0]] = kind
+    return found
+
+
+def test_each_check_has_a_demand_a_source_and_code() -> None:
+    assert len(acid.CHECKS) >= 60
+    assert len({check.name for check in acid.CHECKS}) == len(acid.CHECKS)
+    assert {check.area for check in acid.CHECKS} == {"values", "order", "failures", "modules"}
+    for check in acid.CHECKS:
+        assert check.demand.endswith(".") and check.source and "def _(ranks: Ranks)" in check.code, check.name
+    assert acid.CHECKS[0].name.startswith("init_process_group")
+
+
+@pytest.mark.parametrize(("backend", "extra"), [("gloo", ()), ("ref", ("--import", "torchdist_ref"))])
+def test_right_backends_pass(backend: str, extra: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("--backend", backend, *extra, "--only", "all_reduce of bool", "--report", str(tmp_path / "new"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(outcomes(done).values()) == {"pass"} and len(outcomes(done)) == 2
+    kept = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert kept["summary"] == "2 pass" and kept["about"]["backend"] == backend and kept["about"]["ranks"] == "3"
+    assert "all_reduce(tensor)" in kept["checks"][1]["code"]
+    page = (tmp_path / "new" / "report.html").read_text()
+    assert "all_reduce of bool" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert "2 of 2" in (tmp_path / "new" / "badge.svg").read_text()
+
+
+def test_torchs_gloo_loses_a_nan_and_ref_does_not() -> None:
+    done = run("--backend", "gloo", "--only", "NaN in MAX")
+    assert done.returncode == 1 and outcomes(done)["NaN in MAX"] == "fail"
+    assert "rank 0: got [2.0, 3.0]" in done.stdout
+    assert run("--backend", "ref", "--import", "torchdist_ref", "--only", "NaN in MAX").returncode == 0
+
+
+def test_a_wrong_value_and_a_rank_that_exits_cost_one_row_each() -> None:
+    done = run("--backend", "one_less", *ODD, "--only", "of float32 and float64")
+    assert outcomes(done)["all_reduce of float32 and float64"] == "fail" and done.returncode == 1, done.stdout
+    assert "expected torch" not in done.stdout and ", expected [" in done.stdout
+    done = run("--backend", "one_less", *ODD, "--only", "broadcast from each rank")
+    assert outcomes(done)["broadcast from each rank"] == "crash", done.stdout
+    assert "rank 1 ended with exit code 7 in its calls" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "text"),
+    [
+        ("hangs", "hang", "did not end within 4 s. (odd_backends.py, line"),
+        ("aborts", "crash", "ended with signal SIGABRT in its calls"),
+        ("refuses", "fail", "refuses needs a license"),
+        ("nobody_knows_it", "fail", "nobody_knows_it"),
+    ],
+)
+def test_a_backend_that_makes_no_group_is_one_fact(backend: str, kind: str, text: str) -> None:
+    before = {path.name for path in Path(tempfile.gettempdir()).glob("torchdist_ref-acid-*")}
+    done = run("--backend", backend, *ODD, "--only", "bool", "--seconds", "4")
+    assert done.returncode == 1
+    assert [*outcomes(done).values()] == [kind, "not run"], done.stdout
+    assert text in done.stdout
+    assert {path.name for path in Path(tempfile.gettempdir()).glob("torchdist_ref-acid-*")} <= before
+
+
+def test_a_module_that_cannot_be_imported_is_one_fact(tmp_path: Path) -> None:
+    done = run("--backend", "x", "--import", "no_such_module_of_acid")
+    assert done.returncode == 1 and done.stdout.startswith("fail     import no_such_module_of_acid\n")
+    (tmp_path / "ends_the_interpreter.py").write_text("import os\nos.abort()\n")
+    command = [sys.executable, "-m", "torchdist_ref.acid", "--backend", "x", "--import", "ends_the_interpreter"]
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1 and "crash    import ends_the_interpreter" in done.stdout
+    assert "SIGABRT" in done.stdout
+
+
+def test_one_rank_runs_what_one_rank_can() -> None:
+    done = run("--backend", "gloo", "--world", "1", "--only", "tag")
+    assert done.returncode == 0 and outcomes(done)["tags"] == "not run" and "it needs two ranks" in done.stdout
+
+
+def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, text in (([], "--backend"), (["--backend", "x", "--world", "0"], "--world must be at least 1, got 0")):
+        with pytest.raises(SystemExit) as end:
+            parse(options)
+        assert end.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_the_badge_is_red_where_something_is_wrong() -> None:
+    right, wrong = ({"outcome": kind} for kind in ("pass", "crash"))
+    assert "#b3261e" not in report.badge([right]) and "#b3261e" in report.badge([right, wrong])
+    assert "1 of 2" in report.badge([right, wrong])
