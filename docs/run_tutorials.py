@@ -9,7 +9,8 @@ A notebook runs again only if its text, its data, or code of the library (docstr
 
 Usage: python docs/run_tutorials.py [--backend NAME] [--again | --unexecuted] [NAME...], where NAME is a notebook's name
 without its ending; all of them if none is given. ``--backend gloo`` checks the notebooks that can run there, and writes
-nothing. ``--unexecuted`` writes them without outputs, for a quick look at the other pages.
+nothing. So does the environment variable TUTORIAL_DEVICE: ``sim`` or ``cuda`` is the device of tensors that cells make
+without naming one. ``--unexecuted`` writes them without outputs, for a quick look at the other pages.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ TARGETS = ROOT / "docs" / "tutorials"
 CACHE = ROOT / "docs" / "_build" / "tutorials"
 PACKAGES = ("torchdist_ref", "torch")
 CELL_SECONDS = 120
+DEVICE_SECONDS = 600
+GOOD = ("passed", "skipped")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 # The same bytes for the same files.
 ZIP_DATE = (2020, 1, 1, 0, 0, 0)
@@ -56,13 +59,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--unexecuted", action="store_true", help="write the notebooks without outputs")
     chosen = parser.parse_args(arguments)
     sources = [SOURCES / f"{name}.ipynb" for name in chosen.names] or sorted(SOURCES.glob("*.ipynb"))
-    code = fingerprint_of_library()
+    code, device = fingerprint_of_library(), os.environ.get("TUTORIAL_DEVICE", "cpu")
     for number, source in enumerate(sources, start=1):
         print(f"  notebook {number} of {len(sources)}: {source.name}", flush=True)
         notebook = nbformat.read(source, as_version=4)
         backends = own_metadata(notebook).get("backends", ["ref", "gloo", "nccl"])
         if chosen.backend not in backends:
             report = f"about {' and '.join(backends)}, not run on {chosen.backend}"
+        elif device != "cpu":
+            report = on_device(source, chosen.backend, device)
         elif chosen.backend != "ref":
             report = run(notebook, source, chosen.backend)
         else:
@@ -137,6 +142,22 @@ def run(notebook: nbformat.NotebookNode, source: Path, backend: str) -> str:
             # nbclient ends the kernel on Ctrl-C, and then fails in its own clean-up.
             sys.exit(f"{source.name}: interrupted, or its kernel died; its ranks have ended too")
     return f"{cells} cells in {time.monotonic() - started:.1f} s"
+
+
+def on_device(source: Path, backend: str, device: str) -> str:
+    """Run a notebook's cells on tensors of a device, without Jupyter; return what to report."""
+    sys.path.append(str(ROOT))
+    from tests.gpu.parts import Setting, executed
+
+    started = time.monotonic()
+    cells = executed(source, backend, device, Setting(device, 0).ranks, CELL_SECONDS, DEVICE_SECONDS)
+    bad = [f"{cell['name']}: {cell['outcome']}\n{cell['reason']}" for cell in cells if cell["outcome"] not in GOOD]
+    if bad:
+        sys.exit("\n".join(bad))
+    skipped = [
+        f"    {cell['name']}: {cell['reason'].splitlines()[0]}" for cell in cells if cell["outcome"] == "skipped"
+    ]
+    return "\n".join([f"{len(cells)} cells on {device} in {time.monotonic() - started:.1f} s", *lines])
 
 
 def execute(notebook: nbformat.NotebookNode, folder: str, backend: str) -> int:

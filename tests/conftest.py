@@ -114,6 +114,11 @@ def wait_for(pid: int, seconds: float) -> None:
         os.close(descriptor)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark of tests on simulated devices, by which `tests.gpu` finds them."""
+    config.addinivalue_line("markers", "sim: runs on simulated devices")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the tests have loaded out of garbage collections, which take half a second with it."""
     for name in OF_RANKS if len(session.items) >= MANY_TESTS else ():

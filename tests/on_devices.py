@@ -19,7 +19,7 @@ from tests import on_sim
 from torchdist_ref.testing import fill, run
 
 RANKS = 2
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = [pytest.param("sim", marks=pytest.mark.sim), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def on_each_device(test: Callable[[str], None]) -> Any:
@@ -35,7 +35,7 @@ def on_each_device(test: Callable[[str], None]) -> Any:
         else:
             pytest.skip("needs a CUDA device")
 
-    return pytest.mark.parametrize("device", ["sim", CUDA])(either)
+    return pytest.mark.parametrize("device", DEVICES)(either)
 
 
 def devices_of(rank: int, device: str, count: int) -> list[torch.device]:

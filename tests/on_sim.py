@@ -132,6 +132,7 @@ def installed(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def on_sim(test: Callable[..., object]) -> Callable[..., None]:
     """Run a test in a process that has the simulated device, or skip it where there is no compiler."""
 
+    @pytest.mark.sim
     @NEEDS_PARENT
     @functools.wraps(test)
     def wrapped(*args: Any, **kwargs: Any) -> None:

@@ -19,8 +19,9 @@ def main(*arguments: str) -> None:
     if arguments[:1] == ("--mpi-rank",):
         be_mpi_rank(arguments[1], arguments[2])
         return
-    if arguments[:1] == ("--cuda-cells",):
-        Path(arguments[2]).write_text(json.dumps(table.here_on_cuda(arguments[1])), encoding="utf-8")
+    if arguments[:1] == ("--device-cells",):
+        device, backend, path = arguments[1:]
+        Path(path).write_text(json.dumps(table.here_on_device(device, backend)), encoding="utf-8")
         return
     old = table.kept() if table.FILE.exists() else {"cpu": {}, "cuda": {}}
     if arguments == ("--cuda",):

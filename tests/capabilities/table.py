@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.capabilities.measure import ASPECTS, Cells, measured
-from torchdist_ref.testing import run
+from torchdist_ref.testing import run, simulated_device
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "reference" / "capabilities.json"
@@ -66,8 +66,10 @@ def _under_mpiexec(device: str = "cpu", python: str = sys.executable) -> Cells:
         return agreed([json.loads((Path(folder) / str(rank)).read_text()) for rank in range(WORLD)])
 
 
-def missing_for_cuda(backend: str, gpus: int) -> str:
-    """Return the reason why a backend cannot be measured on CUDA tensors here; empty if it can."""
+def missing_on_device(backend: str, gpus: int, device: str = "cuda") -> str:
+    """Return the reason why a backend cannot be measured on tensors of a device here; empty if it can."""
+    if device == "sim":
+        return "" if backend == "ref" else f"{backend} takes no tensors of simulated devices"
     if backend == "nccl" and gpus < WORLD:
         return f"not measured: two ranks of nccl need two GPUs, and there was {gpus}"
     if backend == "mpi" and not MPIEXEC.exists():
@@ -80,12 +82,12 @@ def on_cuda(backend: str) -> Cells | str:
 
     The ranks share the devices. They are forked from a process of their own, because CUDA survives no fork.
     """
-    reason = missing_for_cuda(backend, torch.cuda.device_count())
+    reason = missing_on_device(backend, torch.cuda.device_count())
     if reason:
         return reason
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cells")
-        command = [sys.executable, "-m", "tests.capabilities", "--cuda-cells", backend, str(path)]
+        command = [sys.executable, "-m", "tests.capabilities", "--device-cells", "cuda", backend, str(path)]
         environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
         if done.returncode:
@@ -94,14 +96,16 @@ def on_cuda(backend: str) -> Cells | str:
         return cells
 
 
-def here_on_cuda(backend: str) -> Cells:
-    """Measure a backend on CUDA tensors in children of this process, which must not have used CUDA."""
+def here_on_device(device: str, backend: str) -> Cells:
+    """Measure a backend on tensors of a device, in children of this process, which must not have used the device."""
+    if device == "sim":
+        simulated_device.install()
     if backend == "mpi":
-        return _under_mpiexec("cuda")
+        return _under_mpiexec(device)
 
     def program(rank: int) -> Cells:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        return measured("cuda")
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+        return measured(device)
 
     return agreed(run(program, WORLD, backend=backend, ranks="processes"))
 

@@ -51,6 +51,8 @@ def test_new_cuda_cells_leave_the_others() -> None:
 
 def test_reasons_why_a_backend_is_not_measured_on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(table, "MPIEXEC", tmp_path / "absent")
-    assert table.missing_for_cuda("ref", 1) == "" and table.missing_for_cuda("nccl", 2) == ""
-    assert table.missing_for_cuda("nccl", 1) == "not measured: two ranks of nccl need two GPUs, and there was 1"
-    assert table.missing_for_cuda("mpi", 1) == "not measured: no mpiexec was installed"
+    assert table.missing_on_device("ref", 1) == "" and table.missing_on_device("nccl", 2) == ""
+    assert table.missing_on_device("nccl", 1) == "not measured: two ranks of nccl need two GPUs, and there was 1"
+    assert table.missing_on_device("mpi", 1) == "not measured: no mpiexec was installed"
+    assert table.missing_on_device("ref", 0, "sim") == ""
+    assert table.missing_on_device("nccl", 4, "sim") == "nccl takes no tensors of simulated devices"

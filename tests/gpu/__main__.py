@@ -1,8 +1,9 @@
 """``python3 -m tests.gpu --report FILE`` runs all that needs a GPU; ``--land FILE`` makes the site's data of a report.
 
 The report is written after each part, so that an interrupted run leaves what it has. Without a CUDA device every part
-is reported as skipped, and the exit code is 0. ``--device cpu`` runs the tutorials and the collectives on CPU tensors,
-which tests the runner and shows nothing about a GPU. The exit code is 1 if anything failed.
+is reported as skipped, and the exit code is 0. ``--device sim`` runs all on simulated devices, on any machine with a
+C++ compiler. ``--device cpu`` runs the tutorials and the collectives on CPU tensors, which tests the runner and shows
+nothing about a GPU. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description=__doc__)
     parser.add_argument("--report", type=Path, metavar="FILE", help="run, and write the report here")
     parser.add_argument("--land", type=Path, metavar="FILE", help="make the site's data of this report")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of tensors (%(default)s)")
+    parser.add_argument(
+        "--device", choices=("cuda", "sim", "cpu"), default="cuda", help="device of tensors (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything (%(default)s)")
     parser.add_argument("--parts", default=",".join(parts.PARTS), help="parts to run (%(default)s)")
+    parser.add_argument("--tests", default="", metavar="A,B", help="files of tests to run (all with tests on devices)")
     parser.add_argument("--tutorials", default="", metavar="A,B", help="names of tutorials to run (all)")
     parser.add_argument("--ranks", type=int, default=16, help="most ranks of a tutorial on ref (as it asks)")
     chosen = parser.parse_args(arguments)
@@ -46,7 +50,12 @@ def run(chosen: argparse.Namespace) -> int:
     path = chosen.report.resolve()
     content = report.begun(chosen.device)
     gpus = len(content["machine"]["devices"])
-    setting = parts.Setting(chosen.device if gpus or chosen.device == "cpu" else "", gpus, ranks=chosen.ranks)
+    setting = parts.Setting(chosen.device if gpus or chosen.device != "cuda" else "", gpus, ranks=chosen.ranks)
+    if chosen.device == "sim":
+        # Times on simulated devices show nothing, so a few calls are enough.
+        setting.operations, setting.sizes = "all_reduce,barrier", "1K"
+    if chosen.tests:
+        setting.tests = chosen.tests.split(",")
     if chosen.tutorials:
         setting.tutorials = [parts.TUTORIALS / f"{name}.ipynb" for name in chosen.tutorials.split(",")]
     names = chosen.parts.split(",")

@@ -15,6 +15,7 @@ from tests.gpu.supervise import Events
 from torchdist_ref.benchmark import __main__ as benchmark
 from torchdist_ref.benchmark import collectives, ranks
 from torchdist_ref.benchmark.rounds import Result
+from torchdist_ref.testing import simulated_device
 from torchdist_ref.transports.segment import window_for
 
 KEPT = ("op", "size_bytes", "world", "backend", "seconds", "bus_bytes_per_second", "quartiles_seconds")
@@ -24,6 +25,8 @@ RUN = ("--repetitions", "5", "--seconds", "0.02")
 def main(path: str, device: str, world: str, ops: str, sizes: str, backend: str) -> None:
     """Measure, and record each result as it comes."""
     events = Events(Path(path))
+    if device == "sim":
+        simulated_device.install()
     wanted = ["--world", world, "--ops", ops, "--sizes", sizes, "--backends", backend, "--device", device]
     settings = benchmark.parse(["collectives", *wanted, *RUN])
     settings.window = window_for(settings.world)

@@ -29,6 +29,8 @@ COLLECTIVES_SECONDS = 90.0
 NO_DEVICE = "no CUDA device"
 NO_TIME = "no time was left"
 TUTORIALS = ROOT / "tutorials"
+# Words of files with tests on devices.
+ON_DEVICES = ("mark.gpu", "@on_each_device", "@on_sim")
 
 
 @dataclass
@@ -36,10 +38,10 @@ class Setting:
     """Device of a run, and what it runs.
 
     Attributes:
-        device: ``cuda`` or ``cpu``; empty if the run is for a GPU and there is none.
+        device: ``cuda``, ``sim`` or ``cpu``; empty if the run is for a GPU and there is none.
         gpus: Number of GPUs.
         tutorials: Notebooks.
-        tests: Files of tests; those with tests marked ``gpu`` if empty.
+        tests: Files of tests; those with tests on devices if empty.
         test_seconds: Time for one test.
         cell_seconds: Time for one cell.
         ranks: Largest number of ranks of a tutorial on `ref`.
@@ -75,16 +77,20 @@ def broken(ended: supervise.Ended) -> tuple[str, str]:
 
 
 def marked(setting: Setting, deadline: float) -> dict[str, Any]:
-    """Run the tests marked ``gpu``; without a device each reports why it is skipped."""
+    """Run the tests on devices: those marked ``gpu``, or those marked ``sim``.
+
+    Without a GPU each one that is marked reports why it is skipped.
+    """
     started = time.monotonic()
     files = setting.tests or sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").glob("*/test_*.py")
-        if "mark.gpu" in path.read_text(encoding="utf-8") and path.parent.name != "gpu"
+        if any(words in path.read_text(encoding="utf-8") for words in ON_DEVICES) and path.parent.name != "gpu"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", marked_tests.__name__, "-p", "no:cacheprovider"]
     # Without NumPy, torch warns at import, and the tests make errors of warnings.
     command += ["-W", "ignore:Failed to initialize NumPy:UserWarning"]
+    selected = ["-m", setting.device if setting.device == "sim" else "gpu"]
     items: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-gpu-") as folder:
         events = Events(Path(folder, "events"))
@@ -94,7 +100,7 @@ def marked(setting: Setting, deadline: float) -> dict[str, Any]:
             if left(deadline) < LEAST_SECONDS:
                 reason = NO_TIME
                 break
-            ended = supervise.run([*command, "-m", "gpu", *files], left(deadline), settings)
+            ended = supervise.run([*command, *selected, *files], left(deadline), settings)
             before, stack = len(items), marked_tests.stack_of(events)
             ended.tail += stack.read_text(encoding="utf-8") if stack.exists() else ""
             for event in events.read():
@@ -118,15 +124,15 @@ def marked(setting: Setting, deadline: float) -> dict[str, Any]:
 
 
 def capabilities(setting: Setting, deadline: float) -> dict[str, Any]:
-    """Measure the CUDA cells of the table, each backend in a process of its own."""
+    """Measure the cells of the table on a device, each backend in a process of its own."""
     from tests.capabilities import table
 
     started = time.monotonic()
     items, cells = [], {}
     for number, backend in enumerate(table.CUDA):
-        lacks = table.missing_for_cuda(backend, setting.gpus)
-        if setting.device != "cuda":
-            items.append(item(backend, "skipped", 0.0, NO_DEVICE if not setting.device else "for CUDA tensors only"))
+        lacks = table.missing_on_device(backend, setting.gpus, setting.device)
+        if setting.device not in ("cuda", "sim"):
+            items.append(item(backend, "skipped", 0.0, NO_DEVICE if not setting.device else "for tensors of devices"))
         elif lacks:
             cells[backend] = lacks
             items.append(item(backend, "skipped", 0.0, lacks))
@@ -136,7 +142,15 @@ def capabilities(setting: Setting, deadline: float) -> dict[str, Any]:
             share = min(CAPABILITY_SECONDS, left(deadline) / (len(table.CUDA) - number) + LEAST_SECONDS)
             with tempfile.TemporaryDirectory(prefix="torchdist_ref-gpu-") as folder:
                 path = Path(folder, "cells")
-                command = [sys.executable, "-m", "tests.capabilities", "--cuda-cells", backend, str(path)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.capabilities",
+                    "--device-cells",
+                    setting.device,
+                    backend,
+                    str(path),
+                ]
                 ended = supervise.run(command, min(share, left(deadline)))
                 if ended.why:
                     items.append(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import on_sim
 from tests.gpu import __main__ as command
 from tests.gpu import collectives, land, parts, report, supervise
 from tests.gpu.test_cells import written
@@ -147,6 +148,46 @@ def test_without_a_device_every_part_is_skipped_and_the_report_is_valid(
     assert [part["outcome"] for part in made["parts"]] == ["skipped"] * len(parts.PARTS)
     assert all(item["reason"] for part in made["parts"] for item in part["items"])
     assert len(made["parts"][0]["items"]) > 10
+    assert land.refusals(made) == ["it was made without a CUDA device"]
+
+
+ON_SIM = """
+import pytest
+
+@pytest.mark.sim
+def test_on_devices():
+    assert 3 * 7 == 21
+
+def test_on_the_host():
+    raise AssertionError("not about devices")
+"""
+
+
+@pytest.mark.usefixtures("loaded")
+def test_on_simulated_devices_every_part_of_ref_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some seconds: pytest starts, and ranks for the table, the collectives and a notebook.
+    if why := on_sim.missing():
+        pytest.skip(why)
+    (tmp_path / "test_planted.py").write_text(ON_SIM)
+    summed = (
+        "import torch, torchdist_ref as dist\ndist.init_process_group()\ndist.all_reduce(x := torch.ones(3))\nprint(x)"
+    )
+    written(tmp_path, "%load_ext torchdist_ref.notebook", f"%%spmd -n 2\n{summed}").rename(tmp_path / "small.ipynb")
+    monkeypatch.setattr(parts, "TUTORIALS", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(supervise.ROOT))
+    options = ["--device", "sim", "--tests", str(tmp_path / "test_planted.py"), "--tutorials", "small"]
+    assert command.main(["--report", str(tmp_path / "out.json"), *options]) == 0
+    made = json.loads((tmp_path / "out.json").read_text())
+    assert report.problems(made) == [] and made["complete"] and made["device"] == "sim"
+    found = {part["name"]: part for part in made["parts"]}
+    assert [item["name"].rpartition("::")[2] for item in found["tests"]["items"]] == ["test_on_devices"]
+    assert {name: part["outcome"] for name, part in found.items()} == {
+        **dict.fromkeys(("tests", "capabilities", "collectives", "tutorials on ref"), "passed"),
+        "tutorials on nccl": "skipped",
+    }
+    cell = found["tutorials on ref"]["items"][-1]
+    assert "tensor([2., 2., 2.], device='sim:0')" in cell["output"], cell
+    assert found["capabilities"]["cells"]["ref"]["all_reduce"]["plain"] == "yes"
     assert land.refusals(made) == ["it was made without a CUDA device"]
 
 

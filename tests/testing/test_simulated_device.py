@@ -87,6 +87,24 @@ def test_gradients_are_those_of_the_cpu() -> None:
 
 
 @on_sim
+def test_convolutions_and_their_gradients_are_those_of_the_cpu() -> None:
+    host = fill(1, (2, 4, 5, 5))
+    for layer in (
+        torch.nn.Conv2d(4, 6, 3, padding=1, groups=2),
+        torch.nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, bias=False),
+    ):
+        found: list[torch.Tensor] = []
+        for device in ("cpu", "sim:1"):
+            moved, x = copy.deepcopy(layer).to(device), host.clone().to(device).requires_grad_()
+            (result := moved(x)).square().sum().backward()
+            gradients = [x.grad, *(parameter.grad for parameter in moved.parameters())]
+            found.append(
+                torch.cat([each.cpu().flatten() for each in [result.detach(), *gradients] if each is not None])
+            )
+        torch.testing.assert_close(*found)
+
+
+@on_sim
 def test_batch_normalization_updates_its_running_statistics() -> None:
     """torch's operator does not say that it writes them, so they stayed as they were."""
     layers = [torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3).to("sim"), torch.nn.BatchNorm2d(3).to("sim")]
@@ -298,6 +316,10 @@ def test_bad_calls_are_one_sentence() -> None:
     eighth = torch.ones(2, device="sim").to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="sim has no kernel add for Float8_e4m3fn"):
         eighth.add_(eighth)
+    with pytest.raises(
+        RuntimeError, match="a generator of sim:1 draws numbers for tensors there, and this one is on cpu"
+    ):
+        torch.randn(2, generator=torch.Generator("sim:1"))
     with pytest.raises(ValueError, match="expected a device of type sim, not cpu"):
         sim.synchronize("cpu")
     with pytest.raises(ValueError, match="events of sim are for one process"):

@@ -18,7 +18,7 @@ import torch
 from torch.utils import backend_registration
 
 from torchdist_ref.backends import register_with_torch
-from torchdist_ref.testing.simulated_device import batch_norm, ipc, torch_sim
+from torchdist_ref.testing.simulated_device import ipc, layers, torch_sim
 from torchdist_ref.testing.simulated_device.building import BuildError, build
 
 __all__ = ["BuildError", "StreamSpan", "delay", "install", "timeline"]
@@ -89,8 +89,8 @@ def install(devices: int = 4, delay: str | int = "late", memory: int = 16 << 30)
         torch._register_device_module("sim", torch_sim)  # noqa: SLF001
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         sys.modules["torch.sim"] = torch_sim
-        batch_norm.register()
         ipc.register()
+        layers.register()
         installed.update(wanted)
         # torch's own groups on `ref` use it for the new type of device from now on.
         register_with_torch()

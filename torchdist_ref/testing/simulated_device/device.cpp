@@ -901,15 +901,24 @@ at::Tensor& div(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& arguments = op.schema().arguments();
   auto device = current_device;
+  auto found = false;
+  std::optional<c10::Device> elsewhere;
   for (auto& value : torch::jit::last(*stack, arguments.size()))
-    if (value.isTensor() && value.toTensor().defined() && on_sim(value.toTensor())) {
-      device = value.toTensor().device().index();
-      break;
+    if (value.isTensor() && value.toTensor().defined()) {
+      auto where = value.toTensor().device();
+      found = where.type() == kSim;
+      if (found) {
+        device = where.index();
+        break;
+      }
+      elsewhere = where;
     }
   for (size_t at = 0; at < arguments.size(); ++at) {
     auto& value = torch::jit::peek(*stack, at, arguments.size());
     if (arguments[at].name() == "generator" && (value.isNone() || value.isGenerator())) {
       auto generator = value.isNone() ? default_generator(device) : value.toGenerator();
+      TORCH_CHECK(found || !elsewhere || generator.device().type() != kSim, "a generator of ", generator.device(),
+                  " draws numbers for tensors there, and this one is on ", *elsewhere);
       if (generator.device().type() == kSim) value = static_cast<SimGenerator*>(generator.unsafeGetGeneratorImpl())->cpu;
     }
   }

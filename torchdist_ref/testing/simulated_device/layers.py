@@ -1,10 +1,13 @@
-"""Kernels of `torch.nn.SyncBatchNorm` for the simulated device.
+"""Kernels of layers for which the CPU's kernels do not stand in by themselves: convolutions and `SyncBatchNorm`.
 
-torch has the layer's five kernels for accelerators only, so there is none of the CPU to fall back to. Statistics are of
-the second dimension of a tensor, the channels. Inverse standard deviations include the layer's epsilon.
+torch has the five kernels of `torch.nn.SyncBatchNorm` for accelerators only. Statistics are of the second dimension of
+a tensor, the channels. Inverse standard deviations include the layer's epsilon. A convolution has a way of its own for
+devices that are added from outside, which raises unless they have a kernel.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +88,32 @@ def backward_elemt(
     return ((grad_out - _like(sum_dy / total, input) - centered) * _like(scale, input)).to(input.dtype)
 
 
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """Convolve on the CPU."""
+    host = None if bias is None else bias.cpu()
+    result: Tensor = torch.ops.aten.convolution(input.cpu(), weight.cpu(), host, *options)
+    return result.to(input.device)
+
+
+def convolution_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias, of those that the mask marks, computed on the CPU."""
+    bias_sizes = [weight.shape[1] * groups if transposed else weight.shape[0]] if output_mask[2] else None
+    options = bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+    found = torch.ops.aten.convolution_backward(grad_output.cpu(), input.cpu(), weight.cpu(), *options)
+    return tuple(None if each is None else each.to(input.device) for each in found)
+
+
 # torch forgets kernels together with this.
 KERNELS = torch.library.Library("aten", "IMPL")
 
@@ -93,3 +122,5 @@ def register() -> None:
     """Register the kernels with torch."""
     for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
         KERNELS.impl(f"batch_norm_{kernel.__name__}", kernel, "PrivateUse1")
+    for kernel in (convolution, convolution_backward):
+        KERNELS.impl(f"{kernel.__name__}_overrideable", kernel, "PrivateUse1")
