@@ -154,9 +154,8 @@ def on_device(source: Path, backend: str, device: str) -> str:
     bad = [f"{cell['name']}: {cell['outcome']}\n{cell['reason']}" for cell in cells if cell["outcome"] not in GOOD]
     if bad:
         sys.exit("\n".join(bad))
-    skipped = [
-        f"    {cell['name']}: {cell['reason'].splitlines()[0]}" for cell in cells if cell["outcome"] == "skipped"
-    ]
+    skipped = [cell for cell in cells if cell["outcome"] == "skipped"]
+    lines = [f"    {cell['name']}: {cell['reason'].splitlines()[0]}" for cell in skipped]
     return "\n".join([f"{len(cells)} cells on {device} in {time.monotonic() - started:.1f} s", *lines])
 
 

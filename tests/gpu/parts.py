@@ -219,7 +219,10 @@ def unable(notebook: Path, backend: str, setting: Setting) -> str:
         return NO_DEVICE
     if backend == "nccl" and setting.device != "cuda":
         return "nccl needs CUDA tensors"
-    about = json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("torchdist_ref", {}).get("backends")
+    metadata = json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("torchdist_ref", {})
+    about = metadata.get("backends")
+    if setting.device not in metadata.get("devices", [setting.device]):
+        return "about simulated devices alone"
     return f"about {' and '.join(about)} alone" if about and backend not in about else ""
 
 

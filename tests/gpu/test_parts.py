@@ -134,6 +134,9 @@ def test_notebooks_about_one_backend_say_so(tmp_path: Path) -> None:
     assert parts.unable(notebook, "ref", parts.Setting("cuda", 2)) == ""
     assert parts.unable(notebook, "nccl", parts.Setting("cpu", 0)) == "nccl needs CUDA tensors"
     assert parts.unable(notebook, "ref", parts.Setting("", 0)) == parts.NO_DEVICE
+    streams = parts.TUTORIALS / "16_streams_and_events.ipynb"
+    assert parts.unable(streams, "ref", parts.Setting("cuda", 2)) == "about simulated devices alone"
+    assert [parts.unable(streams, "ref", parts.Setting(device, 0)) for device in ("sim", "cpu")] == ["", ""]
 
 
 @pytest.mark.usefixtures("loaded")

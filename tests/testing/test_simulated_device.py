@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.on_sim import forked, missing, on_sim
-from torchdist_ref.testing import fill, simulated_device
+from torchdist_ref.testing import fill, run, simulated_device
 from torchdist_ref.testing.simulated_device import building, torch_sim
 
 sim: Any = torch_sim
@@ -212,6 +212,25 @@ def test_events_time_virtual_microseconds_and_the_timeline_shows_overlap() -> No
     assert (add.stream, copied.stream) == (0, side.stream_id)
     assert add.begin < copied.end and copied.begin < add.end
     assert [span.begin for span in spans] == sorted(span.begin for span in spans)
+
+
+@on_sim
+def test_a_timeline_begins_at_0_on_each_thread_whatever_ran_before() -> None:
+    """The clock of a new thread was behind the streams, so operations of one moment were far apart."""
+    torch.zeros(100_000, device="sim").add_(1).tolist()
+
+    def program(rank: int) -> None:
+        side = torch.Stream("sim:0")
+        with side:
+            torch.zeros(4, device="sim:0")
+        torch.zeros(4, device="sim:0")
+        sim.synchronize()
+
+    for _ in range(2):
+        with simulated_device.timeline() as spans:
+            run(program, 1)
+        begins = [span.begin for span in spans if span.name == "fill"]
+        assert len(begins) == 2 and 0 < min(begins) <= max(begins) < 20, begins
 
 
 @on_sim

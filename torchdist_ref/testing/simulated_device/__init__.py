@@ -29,7 +29,7 @@ installed: dict[str, Any] = {}
 
 
 class StreamSpan(NamedTuple):
-    """Operation of a stream, in virtual microseconds.
+    """Operation of a stream, in virtual microseconds since the timeline began.
 
     An operation begins once it was submitted, the operation before it in the stream has ended, and the events that the
     stream waits for have passed. It lasts 5 microseconds, and one more for each 10,000 bytes of its result. So the
@@ -39,7 +39,7 @@ class StreamSpan(NamedTuple):
         device: index of the device.
         stream: id of the stream; 0 is the device's default stream.
         name: kind of operation, such as "add" or "copy to host".
-        submitted: time at which the program submitted it.
+        submitted: time at which the program submitted it; negative if that was before the timeline began.
         begin: time at which it began.
         end: time at which it ended.
     """

@@ -161,7 +161,9 @@ using Span = std::tuple<int64_t, int64_t, std::string, double, double, double>;
 std::vector<std::vector<SimStream*>>& streams = *new std::vector<std::vector<SimStream*>>(kMostDevices);
 std::vector<Span>* timeline = nullptr;
 uint64_t submissions = 0;
+// Each thread has a clock, which starts at 0. A timeline sets a floor: from then on no clock is behind what had run.
 thread_local double host_time = 0;
+double clock_floor = 0;
 
 SimStream* new_stream(DeviceIndex device) {
   auto& of_device = streams[device];
@@ -190,7 +192,8 @@ void run_head(SimStream* stream) {
   if (operation.marks) operation.marks->passed_at = stream->ended_at;
   if (operation.run) {
     if (timeline)
-      timeline->emplace_back(stream->device, stream->id, operation.name, operation.submitted_at, begin, begin + lasts);
+      timeline->emplace_back(stream->device, stream->id, operation.name, operation.submitted_at - clock_floor,
+                             begin - clock_floor, begin + lasts - clock_floor);
     try {
       c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
       at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -243,7 +246,7 @@ void wait_for_host(SimStream* stream, uint64_t count, double passed_at) {
 
 void submit(SimStream* stream, Operation operation) {
   check_usable();
-  operation.submitted_at = host_time += 1;
+  operation.submitted_at = host_time = std::max(host_time, clock_floor) + 1;
   operation.serial = ++submissions;
   stream->queue.push_back(std::move(operation));
   ++stream->submitted;
@@ -1060,6 +1063,9 @@ void start_timeline() {
   std::lock_guard<std::mutex> held(lock);
   TORCH_CHECK(!timeline, "a timeline of sim is being recorded already");
   timeline = new std::vector<Span>();
+  clock_floor = std::max(clock_floor, host_time);
+  for (auto& of_device : streams)
+    for (auto* stream : of_device) clock_floor = std::max(clock_floor, stream->ended_at);
 }
 std::vector<Span> stop_timeline() {
   std::lock_guard<std::mutex> held(lock);

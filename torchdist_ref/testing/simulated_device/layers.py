@@ -122,5 +122,5 @@ def register() -> None:
     """Register the kernels with torch."""
     for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
         KERNELS.impl(f"batch_norm_{kernel.__name__}", kernel, "PrivateUse1")
-    for kernel in (convolution, convolution_backward):
-        KERNELS.impl(f"{kernel.__name__}_overrideable", kernel, "PrivateUse1")
+    KERNELS.impl("convolution_overrideable", convolution, "PrivateUse1")
+    KERNELS.impl("convolution_backward_overrideable", convolution_backward, "PrivateUse1")
