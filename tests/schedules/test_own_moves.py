@@ -44,7 +44,13 @@ def test_own_moves_are_the_slice_of_the_whole_schedule(op: str, algorithm: str) 
                 where = f"{schedule.name} of {world}, round {step + 1}"
                 for rank in everyone:
                     assert single(own.into(step, rank)) == tuple(m for m in moves if m.dst == rank), where
-                    assert single(own.out_of(step, rank)) == tuple(m for m in moves if m.src == rank), where
+                    leaving = single(own.out_of(step, rank))
+                    assert leaving == tuple(m for m in moves if m.src == rank), where
+                    if own.reads is not None:
+                        assert list(dict.fromkeys(own.reads(step, rank))) == list(
+                            dict.fromkeys(m.read for m in leaving)
+                        )
+                        assert all(m.dst != rank for m in leaving), where
                 some = [*own.alike(step)]
                 assert counts(own.into, step, some) == counts(own.into, step, everyone), where
                 assert counts(own.out_of, step, some) == counts(own.out_of, step, everyone), where

@@ -59,9 +59,9 @@ def test_every_schedule_that_is_chosen_has_the_tree() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", range(2, 65))
-def test_every_schedule_that_is_chosen_has_the_tree_for_2_to_64_ranks(world: int) -> None:
-    assert check([world], roots=4) > 10
+@pytest.mark.parametrize("world", [*range(2, 67), 96])
+def test_every_schedule_that_is_chosen_has_the_tree_for_each_number_of_ranks(world: int) -> None:
+    assert check([world], roots=4) >= 10
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in algorithms(op)])

@@ -112,10 +112,15 @@ def then(*schedules: Schedule, name: str = "") -> Schedule:
     def part(step: int) -> tuple[Sequence[Round], int]:
         return steps[step][0].rounds, steps[step][1]
 
+    def reads(step: int, rank: int) -> Iterable[Slot]:
+        schedule, number = steps[step]
+        return schedule.own.reads(number, rank) if schedule.own.reads else ()
+
     own = Own(
         lambda step, rank: steps[step][0].own.into(steps[step][1], rank),
         lambda step, rank: steps[step][0].own.out_of(steps[step][1], rank),
         lambda step: steps[step][0].own.alike(steps[step][1]),
+        reads if all(s.own.reads for s in schedules) else None,
     )
     joined = Rounds(len(steps), lambda step: runs_of(*part(step)), lambda step: pattern_of(*part(step)), own)
     return replace(first, name=name or " then ".join(s.name for s in schedules), rounds=joined)

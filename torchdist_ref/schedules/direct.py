@@ -49,7 +49,8 @@ def all_reduce(world: int) -> Schedule:
     def leaving(step: int, rank: int) -> list[Move]:
         return [carry(rank, peer, DATA, reduce=True) for peer in rest(rank, world)]
 
-    return Schedule("direct all_reduce", world, arriving(world, min(1, world - 1), arrivals, leaving, period=1))
+    rounds = arriving(world, min(1, world - 1), arrivals, leaving, 1, lambda step, rank: [DATA])
+    return Schedule("direct all_reduce", world, rounds)
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
@@ -141,7 +142,10 @@ def reduce_scatter_in_place(world: int) -> Schedule:
     def leaving(step: int, rank: int) -> list[Move]:
         return [carry(rank, peer, ("data", peer), reduce=True) for peer in rest(rank, world)]
 
-    rounds = arriving(world, min(1, world - 1), arrivals, leaving, period=1)
+    def reads(step: int, rank: int) -> list[Slot]:
+        return [("data", peer) for peer in rest(rank, world)]
+
+    rounds = arriving(world, min(1, world - 1), arrivals, leaving, 1, reads)
     return Schedule("direct reduce_scatter in place", world, rounds, world)
 
 
@@ -154,7 +158,7 @@ def all_gather_in_place(world: int) -> Schedule:
     def leaving(step: int, rank: int) -> list[Move]:
         return [carry(rank, peer, ("data", rank)) for peer in rest(rank, world)]
 
-    rounds = arriving(world, min(1, world - 1), arrivals, leaving, period=1)
+    rounds = arriving(world, min(1, world - 1), arrivals, leaving, 1, lambda step, rank: [("data", rank)])
     return Schedule("direct all_gather in place", world, rounds, world)
 
 

@@ -100,6 +100,7 @@ Round = tuple[Move, ...]
 Runs = tuple[Move | Run, ...]
 Arrivals = Callable[[int, int], Iterable[Move | Run]]
 """Moves of one rank on one side, arriving or leaving: (round, rank) -> moves, in listed order."""
+Reads = Callable[[int, int], Iterable[Slot]]
 
 
 def slot_name(slot: Slot) -> str:
@@ -150,11 +151,15 @@ class Own(NamedTuple):
         into: moves that end on a rank.
         out_of: moves that begin on a rank.
         alike: round number -> ranks of which at least one has as many moves on each side as any rank has.
+        reads: ``(round, rank) -> slots`` that the moves out of a rank read, in their order, where no move of the round
+            stays on its rank; None if only the moves say it (default). A backend looks at the slots of each peer, so
+            this pays where ranks read from all others.
     """
 
     into: Arrivals
     out_of: Arrivals
     alike: Callable[[int], Iterable[int]]
+    reads: Reads | None = None
 
 
 class Rounds(Sequence[Round]):
@@ -207,7 +212,9 @@ class Rounds(Sequence[Round]):
         return hash(self._count)
 
 
-def arriving(world: int, count: int, arrivals: Arrivals, leaving: Arrivals, period: int = 0) -> Rounds:
+def arriving(
+    world: int, count: int, arrivals: Arrivals, leaving: Arrivals, period: int = 0, reads: Reads | None = None
+) -> Rounds:
     """Return rounds from the receiver's point of view; most algorithms here are written like that.
 
     Args:
@@ -217,6 +224,7 @@ def arriving(world: int, count: int, arrivals: Arrivals, leaving: Arrivals, peri
         leaving: ``(round, rank) -> moves that begin on that rank``, in the order of the ranks on which they end.
             `to_targets` derives them from the arrivals where these are few.
         period: the rounds repeat themselves after so many ranks (see `Pattern`; default 0: they do not).
+        reads: slots that are read of a rank (see `Own`; default None).
 
     Returns:
         Rounds that call ``arrivals`` for one round at a time.
@@ -231,6 +239,7 @@ def arriving(world: int, count: int, arrivals: Arrivals, leaving: Arrivals, peri
         lambda step, rank: arrivals(step, rank) if rank < world else (),
         lambda step, rank: leaving(step, rank) if rank < world else (),
         lambda step: range(period or world),
+        reads,
     )
     return Rounds(count, lambda step: among(step, world), pattern, own)
 

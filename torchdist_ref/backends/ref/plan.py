@@ -34,7 +34,7 @@ from torchdist_ref.calls import IN_PLACE, Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.recorder import Operands
 from torchdist_ref.schedules import catalogue
-from torchdist_ref.schedules.schedule import Move, Round, Run, Schedule, Slot, single
+from torchdist_ref.schedules.schedule import Move, Own, Round, Run, Schedule, Slot, single
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import ZERO_COPY_BITS, Announcement
 
@@ -380,14 +380,19 @@ def _staged(schedule: Schedule, number: int, rank: int) -> Mapping[Slot, int]:
     """
     found = schedule.staged.get((number, rank))
     if found is None:
-        moves = single(schedule.own.out_of(number, rank))
-        slots = [m.read for m in moves if m.dst != rank]
-        if len(slots) < len(moves):
-            written = {m.write for m in single(schedule.own.into(number, rank))}
-            slots = [m.read for m in moves if m.dst != rank or m.read in written]
+        own = schedule.own
+        slots = own.reads(number, rank) if own.reads else _read_of(own, number, rank)
         found = {slot: position for position, slot in enumerate(dict.fromkeys(slots))}
         schedule.staged[number, rank] = found
     return found
+
+
+def _read_of(own: Own, number: int, rank: int) -> list[Slot]:
+    moves = single(own.out_of(number, rank))
+    if all(m.dst != rank for m in moves):
+        return [m.read for m in moves]
+    written = {m.write for m in single(own.into(number, rank))}
+    return [m.read for m in moves if m.dst != rank or m.read in written]
 
 
 def _is_not_conjugate(tensor: Tensor) -> bool:
