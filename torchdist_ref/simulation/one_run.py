@@ -26,7 +26,7 @@ from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, v
 from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
-from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refusing
+from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refuse_many_ranks, refusing
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
 from torchdist_ref.simulation.store import SimulatedStore, watched_waits
@@ -319,7 +319,7 @@ class OneRun:
         digest = f"{self.timeline.digest()[:32]}{self.scheduler.order.hexdigest()[:32]}"
         came = tuple(fault for fault in self.faults if fault in self._came)
         facts = self.timeline, digest, self.seed, self.policy.made, self.operations, came
-        return SimulatedRun(values, self.times, *facts)
+        return SimulatedRun(values, self.times, *facts, self.scheduler.switches)
 
 
 _STEPS_PER_COLLECTION = 200_000
@@ -333,6 +333,7 @@ def _check(fn: Any, world_size: Any, network: Any, compute: Any, backend: Any, t
         raise ArgumentTypeError(explain(operation, "fn", "callable", fn))
     if type(world_size) is not int or world_size < 1:
         raise ArgumentError(explain(operation, "world_size", "a number of ranks, at least 1", world_size))
+    refuse_many_ranks(world_size)
     if network is not None and not isinstance(network, Network):
         raise ArgumentTypeError(explain(operation, "network", "a simulation.Network", network))
     if network is not None and network.hosts is not None and len(network.hosts) != world_size:

@@ -16,6 +16,7 @@ import torch.distributed as c10d
 from torchdist_ref.backends import registry
 from torchdist_ref.errors import ArgumentError, UsageError, explain
 from torchdist_ref.groups.torch_tables import adapt_torch
+from torchdist_ref.simulation import memory
 from torchdist_ref.simulation.scheduler import current_task
 from torchdist_ref.stores import TCPStore
 
@@ -27,6 +28,21 @@ def refuse_backend(name: object) -> NoReturn:
     """Raise for a backend that has no virtual time."""
     hint = "torch's backends and MPI wait in C++, where no virtual time reaches them."
     raise ArgumentError(explain("simulation.run", "backend", "'ref' or 'fake' on simulated ranks", name, hint=hint))
+
+
+def refuse_many_ranks(world_size: int) -> None:
+    """Raise if this machine has less memory left than so many ranks need."""
+    needed, available = memory.needed_bytes(world_size), memory.available_bytes()
+    if available is not None and needed > available:
+        expected = (
+            f"a number of ranks that fit in memory: {world_size} need about {_size(needed)} besides their tensors"
+        )
+        hint = f"This machine has {_size(available)} left."
+        raise ArgumentError(explain("simulation.run", "world_size", expected, world_size, hint=hint))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"
 
 
 def _factory_on_rank(name: str) -> registry.Factory:

@@ -32,6 +32,7 @@ class SimulatedRun:
         decisions: Decisions that differed from the plain order; `run` repeats them.
         operations: Number of operations of each rank that others could notice, as `Kill` counts them.
         faults: Faults of the plan that came: one at an operation that a rank did not reach is not among them.
+        switches: Number of times that another thread of the run continued.
     """
 
     values: list[Any]
@@ -42,6 +43,7 @@ class SimulatedRun:
     decisions: dict[int, int] = field(repr=False)
     operations: list[int]
     faults: tuple[Fault, ...] = ()
+    switches: int = 0
 
     @property
     def seconds(self) -> float:

@@ -78,7 +78,7 @@ def run(
         RankError: A rank raised, or the plan has killed it. Its exception is the cause.
         RankTimeoutError: Some ranks did not return before `timeout`.
         BlockedOutsideError: A rank waits for something that is not simulated.
-        ArgumentError: An argument has a wrong value.
+        ArgumentError: An argument has a wrong value, or the ranks need more memory than this machine has left.
 
     Example:
         >>> import torch, torchdist_ref as dist

@@ -34,6 +34,8 @@ from torchdist_ref.transports.segment import (
 HOST_PREFIX = "simulated host "
 WINDOW_BYTES = 512 * 1024
 """Window between hosts, as over TCP."""
+CELLS = 2
+"""Windows in the staging buffer of a rank."""
 FIRST_PID = 1000
 """Number of the process of rank 0."""
 # Of mmap(2): no memory is set aside before it is used. Python has a name for it from 3.13 on.
@@ -298,7 +300,7 @@ def connect(world: SimulatedWorld, group: selection.GroupEndpoints) -> Link:
     hosts = tuple(world.wires.hosts[owner] for owner in owners)
     # The windows of the real transports: the times of copies and messages depend on them.
     window = window_for(len(members)) if len(set(hosts)) == 1 else WINDOW_BYTES
-    layout = SegmentLayout(len(members), window=window, cells=2, mailbox_bytes=0)
+    layout = SegmentLayout(len(members), window=window, cells=CELLS, mailbox_bytes=0)
     if rank:
         segment = world.segments[group.store.get("segment").decode()]
     else:
