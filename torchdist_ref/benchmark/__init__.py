@@ -9,6 +9,7 @@
     python -m torchdist_ref.benchmark fit          numbers of a simulation's network, for this machine
     python -m torchdist_ref.benchmark hooks        DDP's communication hooks: bytes, errors, step times, loss
     python -m torchdist_ref.benchmark predict      real times beside simulated ones
+    python -m torchdist_ref.benchmark simulation   the speed of simulated ranks in real time
     python -m torchdist_ref.benchmark start        from nothing to a group, and back
     python -m torchdist_ref.benchmark store        sets, gets and adds a second; a barrier of clients
 

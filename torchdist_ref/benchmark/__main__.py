@@ -6,12 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.benchmark import calls, collectives, ddp, faults, fit, hooks, predict, start, store
-from torchdist_ref.benchmark.harness import Harness, add_common_options
-from torchdist_ref.errors import ArgumentError, DistError
-from torchdist_ref.testing import RankError
+from torchdist_ref.benchmark import calls, collectives, ddp, faults, fit, hooks, predict, simulation, start, store
+from torchdist_ref.benchmark.harness import Harness, add_common_options, failures
 
-MODULES = (calls, collectives, ddp, faults, fit, hooks, predict, start, store)
+MODULES = (calls, collectives, ddp, faults, fit, hooks, predict, simulation, start, store)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
@@ -25,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse(sys.argv[1:] if argv is None else argv)
         Harness(COMMANDS[settings.benchmark], settings).measure()
         return 0
-    except (argparse.ArgumentError, ArgumentError, DistError, RankError) as error:
+    except failures(argparse.ArgumentError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from torchdist_ref.benchmark import checkouts, competitors, report
 from torchdist_ref.benchmark.rounds import RankContext, Result
-from torchdist_ref.errors import ArgumentError, UnsupportedError
+from torchdist_ref.errors import ArgumentError, DistError, UnsupportedError
 
 T = TypeVar("T")
 AddOption = Callable[..., Any]
@@ -87,6 +87,13 @@ def plot_file(path: str) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         raise ArgumentTypeError("needs the package matplotlib: pip install matplotlib")
     return file(path)
+
+
+def failures(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the errors of which the command line prints the message alone: these and others."""
+    from torchdist_ref.testing import RankError
+
+    return ArgumentError, DistError, RankError, *others
 
 
 def add_common_options(name: str, add: AddOption) -> None:
