@@ -157,9 +157,16 @@ def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.Fram
 
 
 def _others(outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], without: int | None = None) -> str:
-    ended = {rank: f"rank {rank} {outcome}" for rank, outcome in outcomes.items() if rank != without}
-    where = {rank: f"rank {rank} was still running, at:\n{indent(stack, '  ')}" for rank, stack in stuck.items()}
-    lines = [text for _, text in sorted((ended | where).items())]
+    """Return how the other ranks ended, or where they are. Ranks of which the same is to be said share one entry."""
+    texts = {rank: str(outcome) for rank, outcome in outcomes.items() if rank != without}
+    texts |= {rank: f"still running, at:\n{indent(stack, '  ')}" for rank, stack in stuck.items()}
+    alike: dict[tuple[bool, str], list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        alike.setdefault((rank in stuck, text), []).append(rank)
+    lines = []
+    for (is_stuck, text), ranks in alike.items():
+        verb = ("were " if len(ranks) > 1 else "was ") if is_stuck else ""
+        lines.append(f"{name_ranks(ranks)} {verb}{text}")
     return "".join(f"\n{indent(line, '  ')}" for line in lines)
 
 

@@ -7,6 +7,7 @@ daemon if it does not. A rank that must be killed, or must not share memory, has
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import queue
 import sys
@@ -177,9 +178,8 @@ class ThreadRanks:
         for rank, thread in enumerate(self._threads):
             if thread.is_alive():
                 self._abort(rank, f"the run was given up: {error!r}")
-        deadline = time.monotonic() + self.limits.join
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        _join(self._threads, self.limits.join)
+        _left_behind.update(thread for thread in self._threads if thread.is_alive())
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the current stack of each of the ranks."""
@@ -203,6 +203,27 @@ class ThreadRanks:
     def _abort(self, rank: int, reason: str) -> None:
         # A copy, because the thread is still inside the context itself.
         self._contexts[rank].copy().run(world.abort, reason)
+
+
+_left_behind: set[threading.Thread] = set()
+"""Threads of ranks that had not ended when their run gave them up."""
+_EXIT_SECONDS = 5.0
+"""Time that they have at the exit of the interpreter.
+
+Python ends a daemon thread in the middle of a function of torch's by an exception that C++ does not expect: the process
+would abort. Ranks whose groups were aborted end by themselves, though with a hundred of them not within a second.
+"""
+
+
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@atexit.register
+def _join_left_behind() -> None:
+    _join(_left_behind, _EXIT_SECONDS)
 
 
 def _format_stack(frame: FrameType | None) -> str:
