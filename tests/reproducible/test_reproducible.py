@@ -259,6 +259,11 @@ def test_two_runs_are_compared_by_their_records(tmp_path: Path) -> None:
         first_difference(paths[0], paths[2])
 
 
+def test_zeros_of_other_shapes_and_dtypes_differ() -> None:
+    zeros = [torch.zeros(6), torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32), torch.zeros(6) * -1]
+    assert len({fingerprint({"weight": tensor})["weight"] for tensor in zeros}) == 4
+
+
 def test_gradients_come_first() -> None:
     model = mlp()
     model(torch.ones(1, 13)).sum().backward()
