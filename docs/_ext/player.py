@@ -2,7 +2,7 @@
 
 `.. player:: all_reduce`
     The schedule that `choose` picks, drawn slot by slot, played round by round, with the same rounds as text. Options:
-    `:ranks: 4`, `:size: 1048576`, `:network: one host`, and `:autoplay:`.
+    `:ranks: 4`, `:size: 1048576`, `:network: one host`, `:algorithm: ring` for one that is not chosen, `:autoplay:`.
 
 The script is `docs/_static/player.js`, its data are those of `schedule_data`.
 """
@@ -35,6 +35,7 @@ class PlayerDirective(SphinxDirective):
         "ranks": directives.nonnegative_int,
         "size": directives.nonnegative_int,
         "network": directives.unchanged,
+        "algorithm": directives.unchanged,
         "autoplay": directives.flag,
     }
 
@@ -47,29 +48,33 @@ class PlayerDirective(SphinxDirective):
             self.options.get("ranks", 4),
             self.options.get("size", 1 << 20),
             self.options.get("network", schedule_data.NETWORKS[0]),
+            algorithm=self.options.get("algorithm", ""),
             autoplay="autoplay" in self.options,
         )
         return [nodes.raw("", shown, format="html")]
 
 
-def markup(operation: str, source: str, world: int, size: int, network: str, *, autoplay: bool = False) -> str:
-    """Return the whole player as HTML."""
+def markup(
+    operation: str, source: str, world: int, size: int, network: str, *, algorithm: str = "", autoplay: bool = False
+) -> str:
+    """Return the whole player as HTML; it begins with an algorithm, or with the one that is chosen for the rest."""
     everything = schedule_data.of_operation(operation)
     chosen = everything["worlds"][world]["chosen"][network][schedule_data.SIZES.index(size)]
     shown = everything["worlds"][world]
-    own = everything | {"worlds": {world: shown | {"schedules": {chosen: shown["schedules"][chosen]}}}}
-    found = schedule_data.schedule(operation, chosen, world)
+    named = algorithm or chosen
+    own = everything | {"worlds": {world: shown | {"schedules": {named: shown["schedules"][named]}}}}
+    found = schedule_data.schedule(operation, named, world)
     counted = f"{len(found.rounds)} round" + "s" * (len(found.rounds) != 1)
     play = " data-autoplay" if autoplay else ""
     # The height of what is drawn first, so that nothing below moves when the script draws it.
     height = 22 + world * 37
     return f"""<div class="player" role="group" aria-label="Player: {operation}" data-source="{source}"{play}>
-<div class="player-choices">{choices(everything, world, size, network, chosen)}</div>
+<div class="player-choices">{choices(everything, world, size, network, chosen, algorithm)}</div>
 <div class="player-stage" data-role="stage" tabindex="0" role="group" aria-label="Ranks and slots. {KEYS}"
  style="height: {height}px"></div>
 <div class="player-controls">{"".join(map(button, BUTTONS))}
 <input type="range" data-role="round" min="0" max="{len(found.rounds)}" value="0" aria-label="Rounds completed"></div>
-<p class="player-status" data-role="status">{escape(f"{chosen}, {counted}")}</p>
+<p class="player-status" data-role="status">{escape(f"{named}, {counted}")}</p>
 <noscript><p>The player needs JavaScript. The table below shows the same rounds.</p></noscript>
 <details class="player-text" data-role="text"><summary>The same rounds as text</summary>
 <div class="player-table" tabindex="0"><table class="table"><thead><tr><th>round</th><th>messages</th></tr></thead>
@@ -84,7 +89,7 @@ def button(named: tuple[str, str]) -> str:
     return f'<button type="button" class="btn btn-sm" data-role="{named[0]}">{named[1]}</button>'
 
 
-def choices(everything: dict[str, Any], world: int, size: int, network: str, chosen: str) -> str:
+def choices(everything: dict[str, Any], world: int, size: int, network: str, chosen: str, algorithm: str) -> str:
     """Return the four lists of choices."""
     sizes = {value: byte_size(value) for value in schedule_data.SIZES}
     algorithms = {"": f"chosen: {chosen}"} | {name: name for name in everything["algorithms"]}
@@ -93,7 +98,7 @@ def choices(everything: dict[str, Any], world: int, size: int, network: str, cho
             select("ranks", "Ranks", {value: str(value) for value in schedule_data.WORLDS}, world),
             select("size", "Size m", sizes, size),
             select("network", "Network", {name: name for name in schedule_data.NETWORKS}, network),
-            select("algorithm", "Algorithm", algorithms, ""),
+            select("algorithm", "Algorithm", algorithms, algorithm),
         )
     )
 

@@ -295,8 +295,11 @@
       this.fly().then(arrive, () => {});
     }
 
+    // A click while a round is under way completes it, and starts the next: each click counts.
     step() {
+      const underWay = this.flights.length > 0;
       this.pause();
+      if (underWay) this.round++;
       this.settle();
       if (!this.atEnd()) this.next();
     }

@@ -175,6 +175,19 @@ def test_the_player_starts_by_itself_only_where_motion_is_welcome(page: Any, add
     assert page.locator(".player-stage .flying").count() == 0
 
 
+def test_each_click_of_the_player_counts(page: Any, address: str) -> None:
+    """Six clicks at once are six rounds, however long the flight of a round takes."""
+    look(page, 1400, "light", reduced=False)
+    page.goto(address + "index.html")
+    page.wait_for_selector(".player-stage .flying", state="attached")
+    page.locator('.player [data-role="round"]').evaluate(
+        "range => { range.value = 3; range.dispatchEvent(new Event('input')) }"
+    )
+    assert page.locator(".player-status").inner_text().startswith("Round 3 of 14")
+    page.locator('.player [data-role="step"]').evaluate("button => { for (let n = 0; n < 6; n += 1) button.click() }")
+    page.wait_for_function("document.querySelector('.player-status').textContent.startsWith('Round 9 of 14')")
+
+
 def test_the_player_works_by_keyboard(page: Any, address: str) -> None:
     look(page, 1400, "light")
     page.goto(address + "collectives/all_reduce.html")
