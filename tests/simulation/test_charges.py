@@ -12,7 +12,7 @@ import torch
 import torchdist_ref as dist
 from torchdist_ref import simulation
 from torchdist_ref.backends.ref.fast import FastExecutor
-from torchdist_ref.simulation import Network, scheduler
+from torchdist_ref.simulation import Network, RankError, scheduler
 from torchdist_ref.testing import fill
 
 BYTES = 64 * 1024
@@ -135,6 +135,39 @@ def test_processor_time_of_calls_is_no_computation(monkeypatch: pytest.MonkeyPat
     free = Network(0.0, 0.0, 0.0, (0, 0), 0.0, 0.0)
     assert simulation.run(program, 2, network=free, compute="measured").values == [0.0, 0.0]
     assert processor.used >= 30.0
+
+
+def computes(rank: int) -> float:
+    for step in range(3):
+        sum(number * number for number in range(2000 * (1 + rank + step)))
+        dist.all_reduce(fill(rank, (5,)))
+        dist.send(fill(rank, (3,)), 1 - rank) if rank else dist.recv(torch.zeros(3), 1)
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_record_of_measured_times_repeats_the_run_exactly(seed: int) -> None:
+    network = Network(alpha=1e-5, hosts=(0, 1))
+    first = simulation.run(computes, 2, seed=seed, network=network, compute="measured")
+    assert min(first.values) > 0 and len(first.computed) > 6
+    other = simulation.run(computes, 2, seed=seed, network=network, compute="measured")
+    again = simulation.run(computes, 2, seed=seed, network=network, compute=first.computed)
+    assert (again.digest, again.times, again.values) == (first.digest, first.times, first.values)
+    assert again.computed == first.computed and other.digest != first.digest
+    repeated = simulation.run(computes, 2, decisions=first.decisions, network=network, compute=first.computed)
+    assert repeated.digest == first.digest
+
+
+def test_a_record_of_another_run_is_refused() -> None:
+    few = simulation.run(lambda rank: dist.barrier(), 2, compute="measured").computed
+    with pytest.raises(RankError, match="must be the record of a run with the same program, ranks, network, faults"):
+        simulation.run(computes, 2, compute=few)
+    for wrong in ([0.1, -1.0], ["a"], [True], "measure", b"1"):
+        with pytest.raises(
+            dist.ArgumentError, match="argument 'compute' must be a factor of 0 or more, 'measured', or"
+        ):
+            simulation.run(computes, 2, compute=wrong)
+    assert simulation.run(computes, 2).computed == ()
 
 
 def test_computation_and_messages_share_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ class OneRun:
         args: tuple[object, ...],
         seed: int,
         network: Network | None,
-        compute: float | str,
+        compute: float | str | Sequence[float],
         faults: Sequence[Fault],
         timeout: float | None,
         backend: str | None,
@@ -105,7 +105,10 @@ class OneRun:
         self.policy = Policy(seed or None, decisions)
         if made is not None:
             self.policy.made = made
-        self.scheduler = Scheduler(self.policy, 1.0 if compute == "measured" else float(compute))
+        self.scheduler = Scheduler(self.policy, float(compute) if isinstance(compute, int | float) else 1.0)
+        self.computed: list[float] = []
+        recorded = not isinstance(compute, int | float | str)
+        self.recorded: Sequence[float] | None = compute if recorded else None  # type: ignore[assignment]
         self.wires = Wires(network or Network(0.0, 0.0, 0.0, (0,) * world_size, 0.0, 0.0), world_size)
         self.world = SimulatedWorld(self.scheduler, self.wires, world_size)
         self.timeline = self.world.timeline
@@ -134,6 +137,7 @@ class OneRun:
         # A new thread computes on all cores, and may get other bits then.
         scheduler.on_task_start = lambda: torch.set_num_threads(1)
         scheduler.on_step, scheduler.on_quiet, scheduler.on_task_error = self._step, self._quiet, self._task_raised
+        scheduler.on_computed = self._compute
         program = sys.modules.get(getattr(self.fn, "__module__", None) or "")
         programs = [program] if program else []
         with (
@@ -200,6 +204,17 @@ class OneRun:
             worlds.abort(f"rank {rank} {outcome}")
             return outcome
         return Outcome(rank, value)
+
+    def _compute(self, seconds: float) -> float:
+        """Return the time of a computation: that of the record, or the measured one."""
+        if self.recorded is not None:
+            if len(self.computed) == len(self.recorded):
+                expected = "the record of a run with the same program, ranks, network, faults and seed"
+                got = f"a record of {len(self.recorded)} computations, and there are more"
+                raise ArgumentError(explain("simulation.run", "compute", expected, got))
+            seconds = self.recorded[len(self.computed)]
+        self.computed.append(seconds)
+        return seconds
 
     # The plan
 
@@ -319,7 +334,7 @@ class OneRun:
         digest = f"{self.timeline.digest()[:32]}{self.scheduler.order.hexdigest()[:32]}"
         came = tuple(fault for fault in self.faults if fault in self._came)
         facts = self.timeline, digest, self.seed, self.policy.made, self.operations, came
-        return SimulatedRun(values, self.times, *facts, self.scheduler.switches)
+        return SimulatedRun(values, self.times, *facts, self.scheduler.switches, tuple(self.computed))
 
 
 _STEPS_PER_COLLECTION = 200_000
@@ -339,13 +354,18 @@ def _check(fn: Any, world_size: Any, network: Any, compute: Any, backend: Any, t
     if network is not None and network.hosts is not None and len(network.hosts) != world_size:
         expected = f"one host for each of {world_size} ranks"
         raise ArgumentError(explain(operation, "network.hosts", expected, network.hosts))
-    factor = isinstance(compute, int | float) and not isinstance(compute, bool) and 0 <= compute < inf
-    if compute != "measured" and not factor:
-        raise ArgumentError(explain(operation, "compute", "a factor of 0 or more, or 'measured'", compute))
+    recorded = isinstance(compute, Sequence) and not isinstance(compute, str | bytes)
+    if compute != "measured" and not all(map(_is_factor, compute if recorded else [compute])):
+        expected = "a factor of 0 or more, 'measured', or the `computed` of an earlier run"
+        raise ArgumentError(explain(operation, "compute", expected, compute))
     if backend is not None and backend not in SIMULATED_BACKENDS:
         refuse_backend(backend)
     if timeout is not None and not timeout > 0:
         raise ArgumentError(explain(operation, "timeout", "a positive number of virtual seconds", timeout))
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
 
 
 @contextmanager

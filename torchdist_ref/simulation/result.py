@@ -33,6 +33,8 @@ class SimulatedRun:
         operations: Number of operations of each rank that others could notice, as `Kill` counts them.
         faults: Faults of the plan that came: one at an operation that a rank did not reach is not among them.
         switches: Number of times that another thread of the run continued.
+        computed: Virtual seconds of each computation in the order of the run; empty if computation took no time.
+            ``run(..., compute=result.computed)`` with the same arguments repeats the run exactly.
     """
 
     values: list[Any]
@@ -44,6 +46,7 @@ class SimulatedRun:
     operations: list[int]
     faults: tuple[Fault, ...] = ()
     switches: int = 0
+    computed: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:

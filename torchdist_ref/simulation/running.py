@@ -40,7 +40,7 @@ def run(
     *args: object,
     seed: int = 0,
     network: Network | None = None,
-    compute: float | str = 0.0,
+    compute: float | str | Sequence[float] = 0.0,
     faults: Sequence[Fault] = (),
     timeout: float | None = None,
     backend: str | None = "ref",
@@ -62,7 +62,8 @@ def run(
             seed gives another legal order.
         network: Times of messages, and hosts of the ranks. Default: everything arrives at once, on one host.
         compute: Virtual seconds for each second of processor time that ranks use between calls: 0 for none, 1 or
-            ``"measured"`` for as long as it takes here. Two runs measure different times, so only 0 gives equal ones.
+            ``"measured"`` for as long as it takes here. Two runs measure different times. To repeat such a run exactly,
+            pass its `SimulatedRun.computed` here, and the same other arguments.
         faults: Deaths, stops and cuts of the plan.
         timeout: Virtual time at which the run ends, in seconds; ranks that still run then are named. Default: none.
         backend: Backend of the default group: ``"ref"`` or ``"fake"``.

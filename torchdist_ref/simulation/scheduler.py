@@ -184,6 +184,7 @@ class Scheduler:
         on_task_start: Function to call on the thread of each task, when it starts.
         on_step: Function to call with the running task before each operation that others can notice.
         on_task_error: Function that gets a task that raised, and the traceback as text.
+        on_computed: Function that returns the time of a computation, from the time that was measured.
         is_over: Whether the run has ended, so that tasks which are still there have to leave.
         switches: Number of times that the baton has changed hands.
         activity: Number of messages, of sleeps of programs, and of time-outs. A look for failures is none of these.
@@ -202,6 +203,7 @@ class Scheduler:
         self.on_task_start: Callable[[], None] = lambda: None
         self.on_step: Callable[[Task], None] = lambda task: None
         self.on_task_error: Callable[[Task, str], None] = lambda task, text: None
+        self.on_computed: Callable[[float], float] = lambda seconds: seconds
         self.is_over = False
         self.switches = self.activity = 0
         self.order = sha256()
@@ -323,7 +325,7 @@ class Scheduler:
         """Let the virtual time pass that a task has computed since it was charged last."""
         used = thread_time() - task.cpu
         if not task.calls:
-            self.work(used * self.compute)
+            self.work(self.on_computed(used * self.compute))
         task.cpu = thread_time()
 
     @contextmanager
