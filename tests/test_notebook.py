@@ -29,6 +29,7 @@ from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.notebook import CellError, CellInterrupted, PoolError, RankPool, RankServer
 from torchdist_ref.notebook.magic import SpmdMagics, SpmdUsageError
+from torchdist_ref.simulation import RankError, one_run
 from torchdist_ref.testing import fill
 from torchdist_ref.timeouts import Clock
 
@@ -596,6 +597,55 @@ class TestMagics:
         assert capsys.readouterr().out.splitlines() == lines
         shell.magics["spmd"]("--ranks 1", "print(rank)")
         assert capsys.readouterr().out == "[rank 1] 1\n"
+
+    def test_a_cell_on_simulated_ranks_is_shown_in_rank_order_and_drawn(
+        self, shell: Shell, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shell.display_pub = displays = Displays()
+        shell.user_ns["offset"] = 100
+        cell = (
+            "import time, torch, torchdist_ref as dist\nrank = dist.get_rank()\nprint('begins\\nat', end=' ')\n"
+            "print(time.monotonic())\ndist.all_reduce(tensor := torch.tensor([rank**2]))\ntime.sleep(1000 * rank)\n"
+            "tensor.item() + rank + offset"
+        )
+        shell.magics["spmd"]("--simulated -n 64 --ranks 1,63 --to run --seed 2", cell)
+        total = sum(rank**2 for rank in range(64))
+        lines = [f"[rank {rank}] {text}" for rank in (1, 63) for text in ("begins", "at 0.0", f"{total + rank + 100}")]
+        assert capsys.readouterr().out.splitlines() == lines
+        assert shell.user_ns["run"].seed == 2 and shell.user_ns["run"].seconds == 63_000
+        assert "rank" not in shell.user_ns and shell.user_ns["offset"] == 100
+        [display] = displays
+        assert display["data"]["text/plain"] == str(shell.user_ns["run"])
+        assert display["data"]["image/svg+xml"].startswith("<svg")
+
+    def test_the_output_before_a_failure_on_simulated_ranks_is_shown(
+        self, shell: Shell, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shell.display_pub = Displays()
+        with pytest.raises(RankError, match="rank 1 of 2 failed with ZeroDivisionError"):
+            cell = "import torchdist_ref as dist\nprint('begins')\n1 / (1 - dist.get_rank())"
+            shell.magics["spmd"]("--simulated -n 2", cell)
+        assert capsys.readouterr().out.splitlines() == ["[rank 0] begins", "[rank 0] 1.0", "[rank 1] begins"]
+        with pytest.raises(SpmdUsageError, match="--seed: it is for simulated ranks; add --simulated"):
+            shell.magics["spmd"]("--seed 3", "")
+
+    def test_a_long_run_of_simulated_ranks_shows_how_far_it_is(
+        self, shell: Shell, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        displays = Displays()
+        shell.display_pub, shell.kernel, told = displays, object(), threading.Event()
+        monkeypatch.setattr(one_run, "PROGRESS_SECONDS", 0.0)
+        publish = displays.publish
+        monkeypatch.setattr(displays, "publish", lambda **display: (publish(**display), told.set()))
+        shell.user_ns["told"] = told
+        cell = (
+            "import time, torchdist_ref as dist\nrank = dist.get_rank()\ntime.sleep(50 * rank)\n"
+            "while rank and not told.is_set(): pass"
+        )
+        shell.magics["spmd"]("--simulated -n 2", cell)
+        first, *_, end, drawn = displays
+        assert first["data"]["text/plain"] == "virtual time 50 s, 1 of 2 ranks have returned"
+        assert end["data"]["text/plain"] == "" and "image/svg+xml" in drawn["data"]
 
     def test_get_put_and_stop(self, shell: Shell) -> None:
         shell.magics["spmd"]("-n 2", BEGIN)

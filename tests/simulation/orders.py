@@ -1,11 +1,12 @@
 """Programs in which the order of events matters, with what must hold in each order.
 
-``python -m tests.simulation.orders NAME SEEDS`` runs one with many seeds, and prints the first one that fails, the
-number of decisions that still make it fail, and the error.
+``python -m tests.simulation.orders NAME FIRST COUNT`` runs one with so many seeds, and prints the first one that fails,
+the number of decisions that still make it fail, and the error.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from typing import Any
@@ -72,6 +73,99 @@ def receivers(rank: int) -> None:
     assert [len(tensors) for tensors in found.values()] == [3, 3]
     for source, tensors in found.items():
         assert all(torch.equal(tensor, fill(source + number, (2,))) for number, tensor in enumerate(tensors))
+
+
+def beside(rank: int) -> None:
+    """A receive is posted beside a waiting one, whose message is sent only when the other one's has been received."""
+    if rank == 2:
+        dist.send(fill(2, (3,)), 0, tag=2)
+        dist.send(fill(3, (3,)), 1)
+        return
+    if rank == 1:
+        dist.recv(passed_on := torch.zeros(3), 2)
+        dist.send(passed_on, 0, tag=1)
+        return
+    found: dict[int, torch.Tensor] = {}
+
+    def receive(source: int) -> None:
+        dist.recv(tensor := torch.zeros(3), source, tag=source)
+        found[source] = tensor
+
+    threads = [threading.Thread(target=receive, args=(source,)) for source in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found[2], fill(2, (3,))) and torch.equal(found[1], fill(3, (3,)))
+
+
+def to_itself(rank: int) -> None:
+    """A thread sends to its own rank, while another one receives; a receive that comes too early is refused."""
+    thread = threading.Thread(target=lambda: dist.isend(fill(rank, (3,)), rank).wait())
+    thread.start()
+    dist.barrier()
+    tensor = torch.zeros(3)
+    try:
+        dist.recv(tensor, rank)
+        thread.join()
+    except dist.ArgumentError:
+        thread.join()
+        dist.recv(tensor, rank)
+    assert torch.equal(tensor, fill(rank, (3,)))
+
+
+def repeated(rank: int) -> None:
+    """Calls follow each other at once, so that fast ranks write what slow ones may still read."""
+    size = dist.get_world_size()
+    for number in range(6):
+        dist.broadcast(sent := fill(rank + number, (4,)), number % size)
+        dist.all_reduce(summed := fill(rank + number, (4,)))
+        assert torch.equal(sent, fill(number % size + number, (4,))), (rank, number)
+        assert torch.equal(summed, total(size, number)), (rank, number)
+
+
+_arrived: list[int] = []
+
+
+def barriers(rank: int) -> None:
+    """No rank passes a barrier before all have come to it; ranks of one process see each other's lists."""
+    size, meet = dist.get_world_size(), (dist.barrier, dist.monitored_barrier)
+    if rank == 0:
+        _arrived.clear()
+    dist.barrier()
+    for number in range(4):
+        _arrived.append(number)
+        meet[number % 2]()
+        assert _arrived.count(number) == size, (rank, number, _arrived)
+
+
+def several_parts(rank: int) -> None:
+    """Callbacks of calls on several tensors make calls, too."""
+    size, tensors = dist.get_world_size(), [fill(rank, (3,)), fill(rank + 1, (4,))]
+    work: Any = dist.all_reduce_coalesced(tensors, async_op=True)
+
+    def again(future: Any) -> torch.Tensor:
+        dist.all_reduce(inner := fill(rank + 5, (4,)))
+        return inner
+
+    future = work.then(again)
+    dist.all_reduce(beside := fill(rank + 7, (4,)))
+    work.wait()
+    assert torch.equal(future.wait(), total(size, 5)) and torch.equal(beside, total(size, 7))
+    assert torch.equal(tensors[1], total(size, 1))
+
+
+def departure(rank: int) -> None:
+    """A rank leaves the world while the others create a group with it; the others' errors name it."""
+    if rank == 2:
+        dist.destroy_process_group()
+        return
+    try:
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+    except dist.GroupAbortedError as error:
+        assert "rank 2" in str(error), str(error)
+    else:
+        raise AssertionError("a group was made with a rank that had left")
 
 
 def nested(rank: int) -> None:
@@ -192,6 +286,12 @@ PROGRAMS = {
         messages,
         chained_messages,
         receivers,
+        beside,
+        to_itself,
+        repeated,
+        barriers,
+        several_parts,
+        departure,
         nested,
         queued,
         crosswise,
@@ -204,13 +304,15 @@ PROGRAMS = {
 }
 
 
-def main(name: str, seeds: int) -> None:
-    found = simulation.explore(PROGRAMS[name], 3, seeds=range(seeds))
+def main(name: str, first: int, count: int) -> None:
+    logging.disable()
+    found = simulation.explore(PROGRAMS[name], 3, seeds=range(first, first + count))
     if found is None:
         print("none")
     else:
-        print(found.seed, len(found.decisions), type(found.error.__cause__ or found.error).__name__)
+        error = type(found.error.__cause__ or found.error).__name__
+        print(f"seed {found.seed}, {len(found.decisions)} decisions, {error}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -10,16 +10,19 @@ import argparse
 import itertools
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.notebook.display import bundle_of
 from torchdist_ref.notebook.output import Item
 from torchdist_ref.notebook.pool import RankPool
 from torchdist_ref.notebook.request import Progress
 from torchdist_ref.notebook.server import METHODS, RankServer
 
 _DEFAULT_WORLD = 4
+_ALL = -1
+"""Key of the activity of all ranks."""
 PROGRESS_METADATA = {"torchdist_ref": "progress"}
 """Metadata of the output that shows what ranks are doing. It is empty in the end, and programs may remove it."""
 
@@ -63,6 +66,9 @@ def _spmd_parser() -> _MagicParser:
     add("-n", "--nproc", type=int, metavar="N", help="number of ranks to start (default: 4); optional once they run")
     add("--ranks", type=_rank_list, metavar="R,R", help="ranks whose output is shown (default: all); all run the cell")
     add("--timeout", type=float, metavar="SECONDS", help="time after which unfinished ranks are interrupted and named")
+    add("--simulated", action="store_true", help="run it on simulated ranks, in virtual time; they end with the cell")
+    add("--seed", type=int, metavar="S", help="order of events of simulated ranks (default: 0)")
+    add("--to", metavar="NAME", help="name of the variable that gets the run of simulated ranks")
     add("--start", choices=METHODS, default="fork", help="start method: fork with torch loaded, or spawn a new Python")
     return parser
 
@@ -109,16 +115,56 @@ class SpmdMagics:
 
     def spmd(self, options: argparse.Namespace, cell: str) -> None:
         """Run a cell."""
+        if options.simulated:
+            return self._simulate(options, cell)
+        for name in ("seed", "to"):
+            if getattr(options, name) is not None:
+                raise SpmdUsageError(f"%%spmd --{name}: it is for simulated ranks; add --simulated")
         pool = self._pool_for(options.nproc, options.start)
-        shown = range(pool.world_size) if options.ranks is None else options.ranks
-        if not set(shown) <= set(range(pool.world_size)):
-            raise SpmdUsageError(f"%%spmd --ranks: there are ranks 0 to {pool.world_size - 1}, got {shown}")
+        shown = self._shown(options.ranks, pool.world_size)
         pool.run(
             cell,
             timeout=options.timeout,
             show=lambda rank, item: self._show(rank, item) if rank in shown else None,
             progress=self._progress_display(),
         )
+
+    def _simulate(self, options: argparse.Namespace, cell: str) -> None:
+        """Run a cell on simulated ranks, and draw the run."""
+        # It loads torch, which a kernel without simulated ranks never does.
+        from torchdist_ref.notebook.simulated import run_on_simulated_ranks
+
+        size = _DEFAULT_WORLD if options.nproc is None else options.nproc
+        shown = self._shown(options.ranks, size)
+        show_progress = self._progress_display()
+
+        def progress(now: float, returned: int) -> None:
+            if show_progress is not None:
+                show_progress({_ALL: f"virtual time {now:g} s, {returned} of {size} ranks have returned"})
+
+        try:
+            run = run_on_simulated_ranks(
+                cell,
+                size,
+                self._shell.user_ns,
+                lambda rank, item: self._show(rank, item) if rank in shown else None,
+                options.seed or 0,
+                options.timeout,
+                progress,
+            )
+        finally:
+            if show_progress is not None:
+                show_progress({})
+        if options.to is not None:
+            self._shell.user_ns[options.to] = run
+        self._shell.display_pub.publish(data={**bundle_of(run), "text/plain": str(run)})
+
+    def _shown(self, chosen: list[int] | None, size: int) -> Collection[int]:
+        """Return the ranks whose output is shown."""
+        shown = range(size) if chosen is None else chosen
+        if not set(shown) <= set(range(size)):
+            raise SpmdUsageError(f"%%spmd --ranks: there are ranks 0 to {size - 1}, got {shown}")
+        return shown
 
     def get(self, options: argparse.Namespace) -> None:
         """Fetch a variable."""
@@ -163,7 +209,8 @@ class SpmdMagics:
 
         def show(activities: dict[int, str]) -> None:
             nonlocal published
-            text = "\n".join(f"[rank {rank}] {activity}" for rank, activity in activities.items())
+            prefixes = {rank: "" if rank == _ALL else f"[rank {rank}] " for rank in activities}
+            text = "\n".join(f"{prefixes[rank]}{activity}" for rank, activity in activities.items())
             sys.stdout.flush()
             self._shell.display_pub.publish(
                 data={"text/plain": text}, metadata=PROGRESS_METADATA, transient=transient, update=published

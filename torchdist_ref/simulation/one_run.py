@@ -34,6 +34,8 @@ from torchdist_ref.simulation.world import SimulatedWorld, transport
 
 _one_at_a_time = threading.Lock()
 """Held during a run, which replaces names of modules."""
+PROGRESS_SECONDS = 1.0
+"""Real time between reports of progress."""
 STUCK_SECONDS = 8.0
 """Real time after which a rank that neither computes nor reaches an operation is blocked outside the simulation."""
 _PACKAGE, _SIMULATION = __name__.split(".")[0], __name__.rpartition(".")[0]
@@ -97,11 +99,13 @@ class OneRun:
         init: bool,
         decisions: dict[int, int] | None,
         made: dict[int, int] | None = None,
+        progress: Callable[[float, int], None] | None = None,
     ) -> None:
         _check(fn, world_size, network, compute, backend, timeout)
         check_all(faults, world_size)
         self.fn, self.size, self.args, self.seed, self.timeout = fn, world_size, args, seed, timeout
         self.backend, self.init, self.faults = backend, init, faults
+        self.progress, self._reported = progress, real_monotonic()
         self.policy = Policy(seed or None, decisions)
         if made is not None:
             self.policy.made = made
@@ -294,8 +298,11 @@ class OneRun:
     # From outside
 
     def _watch(self) -> None:
-        """Raise if the running rank is blocked in something that is not simulated."""
+        """Report progress, and raise if the running rank is blocked in something that is not simulated."""
         task, now = self.scheduler.current, real_monotonic()
+        if self.progress is not None and now > self._reported + PROGRESS_SECONDS:
+            self._reported = now
+            self.progress(self.scheduler.now, len(self.outcomes))
         mark = self._steps + self.scheduler.switches + (_cpu_ticks(task.native_id) if task else 0)
         if mark != self._seen_steps:
             self._seen_steps, self._since = mark, now

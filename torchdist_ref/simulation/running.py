@@ -46,6 +46,7 @@ def run(
     backend: str | None = "ref",
     init: bool = True,
     decisions: dict[int, int] | None = None,
+    progress: Callable[[float, int], None] | None = None,
 ) -> SimulatedRun:
     """Call ``fn(rank, *args)`` on simulated ranks, on virtual time, in an order that the seed decides.
 
@@ -70,6 +71,8 @@ def run(
         init: Whether to initialize the default group. Without it the program does so itself, with the store that
             `simulated_store` returns.
         decisions: Decisions of an earlier run to repeat, in place of those of the seed.
+        progress: Function to call once in a second of real time, on this thread, with the virtual time in seconds and
+            the number of ranks that have returned.
 
     Returns:
         The ranks' values and times, and the timeline.
@@ -92,7 +95,8 @@ def run(
         >>> result.values[0], result.values == [28.0] * 8
         (28.0, True)
     """
-    return OneRun(fn, world_size, args, seed, network, compute, faults, timeout, backend, init, decisions).result()
+    options = network, compute, faults, timeout, backend, init, decisions, None, progress
+    return OneRun(fn, world_size, args, seed, *options).result()
 
 
 def explore(
