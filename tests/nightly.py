@@ -53,6 +53,10 @@ STEPS = {
         "a simulated rank killed at each operation of each call, in worlds of 2 to 5 ranks and three orders",
         ("-m", "tests.simulation.deaths"),
     ),
+    "orders": Step(
+        "explore, which has to find eleven mended defects of order within 1,000 seeds each, planted again",
+        ("-m", "tests.simulation.defects"),
+    ),
     "long": Step("the tests that take minutes each", ("-m", "pytest", "-q", "-m", "long")),
     "soak": Step("each proof at length, for two minutes", ("-m", "tests.soak", "--seconds", "120", "--no-record")),
     "site": Step(

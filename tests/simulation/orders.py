@@ -306,6 +306,15 @@ PROGRAMS = {
 
 def main(name: str, first: int, count: int) -> None:
     logging.disable()
+    if count == 1:
+        # Known to fail: not shortened.
+        try:
+            simulation.run(PROGRAMS[name], 3, seed=first)
+        except simulation.RankError as error:
+            print(f"seed {first}, {type(error.__cause__ or error).__name__}")
+        else:
+            print("none")
+        return
     found = simulation.explore(PROGRAMS[name], 3, seeds=range(first, first + count))
     if found is None:
         print("none")

@@ -135,6 +135,56 @@ def test_a_cut_that_does_not_heal_is_a_stalled_rank() -> None:
     assert all("did not arrive within 1800 s" in text for text in result.values)
 
 
+def test_messages_of_a_delayed_rank_take_longer_until_it_heals() -> None:
+    def program(rank: int) -> list[float]:
+        times = []
+        for start in (1.0, 20.0, 60.0):
+            time.sleep(start - time.monotonic())
+            if rank == 0:
+                dist.recv(tensor := torch.zeros(3), 2)
+                assert torch.equal(tensor, fill(2, (3,)))
+            if rank == 2:
+                dist.send(fill(2, (3,)), 0)
+            times.append(time.monotonic() - start)
+        return times
+
+    plan = [simulation.Delay(some=(2,), at=10.0, seconds=30.0, longer=4.0)]
+    before, delayed, healed = simulation.run(program, 3, network=Network(hosts=(0, 0, 1)), faults=plan).values[0]
+    assert before == pytest.approx(healed) and before < 1e-3
+    # The message and the ring of its doorbell may each be late, one after the other.
+    assert 4.0 <= delayed < 8.1
+
+
+def test_groups_outlive_their_store_and_meetings_in_it_fail() -> None:
+    def program(rank: int) -> tuple[list[float], str]:
+        time.sleep(5)
+        dist.all_reduce(tensor := fill(rank, (3,)))
+        with pytest.raises((dist.DistNetworkError, dist.DistBackendError)) as raised:
+            dist.new_group([0, 1, 2])
+        assert time.monotonic() < 30
+        # One that leaves is a reason for the others, too.
+        time.sleep(30)
+        return tensor.tolist(), str(raised.value)
+
+    expected = sum(fill(rank, (3,)) for rank in range(3)).tolist()
+    for network in (Network(hosts=(0, 0, 0)), Network(hosts=(0, 1, 2))):
+        for seed in range(3):
+            plan = [simulation.EndStore(at=2.0)]
+            values = simulation.run(program, 3, seed=seed, network=network, faults=plan).values
+            for tensor, text in values:
+                assert tensor == expected and "store of the simulation has ended" in text, text
+
+
+def test_a_wait_in_the_store_ends_with_the_store() -> None:
+    def program(rank: int) -> float:
+        with pytest.raises(dist.DistNetworkError, match="its server is gone"):
+            simulation.simulated_store().wait(["never"], timedelta(hours=1))
+        return time.monotonic()
+
+    values = simulation.run(program, 2, init=False, faults=[simulation.EndStore(at=3.0)]).values
+    assert values == [3.0, 3.0]
+
+
 def test_a_slow_rank_computes_longer() -> None:
     def program(rank: int) -> float:
         dist.barrier()

@@ -432,10 +432,13 @@ def test_what_ranks_may_not_use_works_beside_them() -> None:
         ({"faults": [simulation.Slow(rank=1, at=1.0, factor=-2)]}, "argument 'factor' must be a positive number, got"),
         ({"faults": [simulation.Stop(rank=1, at=1.0, seconds=-2)]}, "argument 'seconds' must be a positive number"),
         ({"faults": [simulation.Cut(some=(1,), at=1.0, seconds=0)]}, "argument 'seconds' must be a positive number"),
+        ({"faults": [simulation.Delay(some=(1,), at=1.0, longer=-1)]}, "Delay: argument 'longer' must be a positive"),
+        ({"faults": [simulation.Delay(some=(), at=1.0)]}, "simulation.Delay: argument 'some' must be some of 3 ranks"),
+        ({"faults": [simulation.EndStore(rank=4, at=1.0)]}, "argument 'rank' must be a rank from 0 to 2, got 4"),
         ({"faults": [simulation.Cut(some=(), at=1.0)]}, "argument 'some' must be some of 3 ranks, and not all"),
         ({"faults": [simulation.Cut(some=(0, 1, 2), at=1.0)]}, "argument 'some' must be some of 3 ranks, and not all"),
         ({"faults": [simulation.Cut(some=(0, 7), at=1.0)]}, "argument 'rank' must be a rank from 0 to 2, got 7"),
-        ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow or Cut"),
+        ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow, Cut, Delay or EndStore"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:

@@ -5,7 +5,7 @@
 
 from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
 from torchdist_ref.schedules.network import Network
-from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop
+from torchdist_ref.simulation.faults import Cut, Delay, EndStore, Fault, Kill, Slow, Stop
 from torchdist_ref.simulation.one_run import simulated_operations, simulated_store
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.running import FailingOrder, explore, run
@@ -15,6 +15,8 @@ __all__ = [
     "BlockedOutsideError",
     "Cut",
     "DeadlockError",
+    "Delay",
+    "EndStore",
     "FailingOrder",
     "Fault",
     "Happening",

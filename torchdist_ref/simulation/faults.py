@@ -36,7 +36,7 @@ class Fault:
             ArgumentError: A rank does not exist, or the fault has no moment or two.
         """
         name = type(self).__name__
-        for quantity in ("seconds", "factor"):
+        for quantity in ("seconds", "factor", "longer"):
             value = getattr(self, quantity, None)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ArgumentError(explain(f"simulation.{name}", quantity, "a positive number", value))
@@ -124,8 +124,37 @@ class Cut(Fault):
         """See `Fault.check`."""
         if not isinstance(self.some, Collection) or not 0 < len(set(self.some)) < world_size:
             expected = f"some of {world_size} ranks, and not all"
-            raise ArgumentError(explain("simulation.Cut", "some", expected, self.some))
+            raise ArgumentError(explain(f"simulation.{type(self).__name__}", "some", expected, self.some))
         super().check(world_size)
+
+
+@dataclass(frozen=True)
+class Delay(Cut):
+    """Delay of the network between some ranks and all others: each message between them takes longer.
+
+    Args:
+        some: The ranks.
+        seconds: Virtual time after which it heals; None for never.
+        longer: Virtual seconds that each message takes in addition.
+    """
+
+    longer: float = 1.0
+
+
+@dataclass(frozen=True)
+class EndStore(Fault):
+    """End of the store, as if the process that serves it were killed. Requests to it fail from then on.
+
+    Args:
+        rank: Rank whose operations are counted, if it comes at one.
+    """
+
+    rank: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `Fault.ranks`."""
+        return (self.rank,)
 
 
 def check_all(faults: Sequence[Fault], world_size: int) -> None:
@@ -136,5 +165,5 @@ def check_all(faults: Sequence[Fault], world_size: int) -> None:
     """
     for fault in faults:
         if not isinstance(fault, Fault) or type(fault) is Fault:
-            raise ArgumentError(explain("simulation.run", "faults", "Kill, Stop, Slow or Cut", fault))
+            raise ArgumentError(explain("simulation.run", "faults", "Kill, Stop, Slow, Cut, Delay or EndStore", fault))
         fault.check(world_size)

@@ -37,6 +37,7 @@ class Wires:
         self.hosts = network.hosts or tuple(range(size))
         self._arrived: dict[tuple[int, int], float] = {}
         self.cut: set[tuple[int, int]] = set()
+        self._longer: dict[tuple[int, int], float] = {}
         self._sending, self._receiving, self._working = [0.0] * size, [0.0] * size, [0.0] * size
         if not network.overlap:
             self._sending = self._receiving = self._working
@@ -75,13 +76,24 @@ class Wires:
                 self._cards_out[here] = self._cards_in[there] = start + nbytes * network.beta
             end = start + network.alpha + nbytes * network.beta
             self._sending[source] = self._receiving[target] = end if network.overlap else end - network.alpha
+        if nbytes and self._longer:
+            end += self._longer.get(pair, 0.0)
         self._arrived[pair] = end = max(end, self._arrived.get(pair, 0.0))
         return end
 
     def notice(self, now: float, source: int, target: int) -> float:
         """Return when a rank sees a change of another's state, such as its end: one message without bytes."""
         same = self.hosts[source] == self.hosts[target]
-        return now + (self.network.local_alpha if same else self.network.alpha)
+        seconds = self.network.local_alpha if same else self.network.alpha
+        return now + seconds + (self._longer.get((source, target), 0.0) if self._longer else 0.0)
+
+    def lengthen(self, some: Iterable[int], others: Iterable[int], seconds: float) -> None:
+        """Let each message between some ranks and others take longer by some seconds, or shorter if negative."""
+        others = tuple(others)
+        for one in some:
+            for other in others:
+                for pair in ((one, other), (other, one)):
+                    self._longer[pair] = self._longer.get(pair, 0.0) + seconds
 
     def is_cut(self, source: int, target: int) -> bool:
         """Return whether nothing arrives between two ranks."""

@@ -23,7 +23,7 @@ from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, add_note, explain, rank_names
 from torchdist_ref.groups import world as worlds
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
-from torchdist_ref.simulation.faults import Cut, Fault, Kill, Slow, Stop, check_all
+from torchdist_ref.simulation.faults import Cut, Delay, EndStore, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
 from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refuse_many_ranks, refusing
@@ -245,11 +245,22 @@ class OneRun:
             scheduler.stop(rank)
             if fault.seconds is not None:
                 scheduler.at(scheduler.now + fault.seconds, partial(self._continue, rank))
+        elif isinstance(fault, EndStore):
+            self.timeline.add(scheduler.now, rank, "store ended")
+            self.store.end()
+        elif isinstance(fault, Delay):
+            self.timeline.add(scheduler.now, rank, "delayed")
+            self._lengthen(fault, fault.longer)
+            if fault.seconds is not None:
+                scheduler.at(scheduler.now + fault.seconds, partial(self._lengthen, fault, -fault.longer))
         elif isinstance(fault, Cut):
             self.timeline.add(scheduler.now, rank, "cut off")
             self.wires.cut_off(fault.some, set(range(self.size)) - set(fault.some))
             if fault.seconds is not None:
                 scheduler.at(scheduler.now + fault.seconds, partial(self._heal, fault))
+
+    def _lengthen(self, fault: Delay, seconds: float) -> None:
+        self.wires.lengthen(fault.some, set(range(self.size)) - set(fault.some), seconds)
 
     def _continue(self, rank: int) -> None:
         self.timeline.add(self.scheduler.now, rank, "continues")

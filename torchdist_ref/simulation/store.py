@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.simulation.scheduler import CHECK, TIMEOUT, Scheduler, Task, current_task
 from torchdist_ref.simulation.world import SimulatedWorld
 from torchdist_ref.stores import HashStore
@@ -22,9 +23,15 @@ class _Changes:
     def __init__(self, scheduler: Scheduler, table: Table) -> None:
         self._scheduler, self._table = scheduler, table
         self._waiting: dict[Task, bytes] = {}
+        self.has_ended = False
 
     def __enter__(self) -> None:
-        pass
+        self.raise_if_ended()
+
+    def raise_if_ended(self) -> None:
+        """Raise DistNetworkError if the store has ended."""
+        if self.has_ended and current_task() is not None:
+            raise DistNetworkError("The connection to the store of the simulation has ended: its server is gone.")
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -93,11 +100,16 @@ class SimulatedStore(HashStore):
 
     def _fulfil(self, rank: int) -> None:
         """Set the key that a dead rank has left for this case."""
-        if (will := self._wills.pop(rank, None)) is not None:
+        if (will := self._wills.pop(rank, None)) is not None and not self._changes.has_ended:
             key, value = will
             name = key.encode()
             self._table.values.setdefault(name, value if isinstance(value, bytes) else str(value).encode())
             self._changed.notify_all()
+
+    def end(self) -> None:
+        """Fail all requests from now on, those that wait included."""
+        self._changes.has_ended = True
+        self._changes.notify_all()
 
     def _change(self, action: Callable[[Any], Any]) -> Any:
         self._travel()
@@ -130,6 +142,7 @@ class SimulatedStore(HashStore):
                 self._changes.wait_for(absent[-1], deadline.remaining(), TIMEOUT if kind is None else kind)
             finally:
                 task.alarmable, task.purpose = task.alarmable - watched, ""
+            self._changes.raise_if_ended()
         return None
 
 
