@@ -116,17 +116,28 @@ def test_one_seed_is_one_history_and_others_are_others() -> None:
     assert digests[::2] == digests[1::2] and len(set(digests)) == 4
 
 
-def test_a_history_depends_on_neither_the_process_nor_the_order_of_sets() -> None:
+def test_a_history_depends_on_neither_the_load_nor_the_process_nor_the_order_of_sets() -> None:
     # In a new interpreter, 2 s: the order of a set follows from the seed of its hashes, which is another one there.
     program = "from tests.simulation.test_running import history\nprint(history(0), history(5))"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert found == f"{history(0)} {history(5)}\n"
+    # Four processes that take all the time that they get.
+    busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    others = [subprocess.Popen(busy, stdout=subprocess.PIPE) for _ in range(4)]
+    try:
+        for other in others:
+            assert other.stdout is not None and other.stdout.readline()
+        found = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        under_load = f"{history(0)} {history(5)}\n"
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+    assert found == under_load == f"{history(0)} {history(5)}\n"
 
 
 def test_decisions_repeat_a_run() -> None:
