@@ -26,6 +26,14 @@ def test_a_wrong_number_is_named(name: str, value: Any) -> None:
         Network(**{name: value})
 
 
+@pytest.mark.parametrize("hosts", [5, "ab", (0, "a"), (0, 0.5), {0, 1}])
+def test_hosts_are_numbers(hosts: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match="Network: argument 'hosts' must be the number of the host of each rank, or"
+    ):
+        Network(hosts=hosts)
+
+
 def test_an_unknown_link_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"argument 'within' must be 'shared_memory' or .*, got 'smoke signals'"):
         Network.preset("smoke signals", "25gbps")

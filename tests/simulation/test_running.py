@@ -449,12 +449,21 @@ def test_what_ranks_may_not_use_works_beside_them() -> None:
         ({"faults": [simulation.Cut(some=(), at=1.0)]}, "argument 'some' must be some of 3 ranks, and not all"),
         ({"faults": [simulation.Cut(some=(0, 1, 2), at=1.0)]}, "argument 'some' must be some of 3 ranks, and not all"),
         ({"faults": [simulation.Cut(some=(0, 7), at=1.0)]}, "argument 'rank' must be a rank from 0 to 2, got 7"),
+        ({"timeout": "1"}, "argument 'timeout' must be a positive number"),
+        ({"seed": "x"}, "argument 'seed' must be an int, got 'x'"),
+        ({"decisions": [1]}, "argument 'decisions' must be the `decisions` of an earlier run, got [1]"),
+        ({"progress": 3}, "argument 'progress' must be callable, got 3"),
+        ({"faults": simulation.Kill(rank=1, at=1.0)}, "argument 'faults' must be a sequence of faults, got Kill"),
+        ({"faults": [simulation.Kill(rank=1, operation=1.5)]}, "argument 'at' must be a time of 0 s or later, or the"),
+        ({"faults": [simulation.Kill(rank=1, at=float("nan"))]}, "argument 'at' must be a time of 0 s or later, or"),
+        ({"faults": [simulation.Slow(rank=1, at=0.0, factor=float("inf"))]}, "argument 'factor' must be a positive"),
+        ({"faults": [simulation.Delay(some=(1,), at=0.0, longer=True)]}, "argument 'longer' must be a positive number"),
         ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow, Cut, Delay or EndStore"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
     arguments = {"world_size": 3, **options}
-    with pytest.raises(dist.ArgumentError) as raised:
+    with pytest.raises((dist.ArgumentError, dist.ArgumentTypeError)) as raised:
         simulation.run(lambda rank: None, **arguments)
     assert text in str(raised.value)
 
@@ -474,6 +483,13 @@ def test_operations_are_counted_as_the_plan_counts_them() -> None:
     for function in (simulation.simulated_operations, simulation.simulated_store):
         with pytest.raises(dist.ArgumentError, match=f"{function.__name__}: argument 'caller' must be a rank of"):
             function()
+
+
+def test_seeds_are_several() -> None:
+    with pytest.raises(
+        dist.ArgumentTypeError, match=r"argument 'seeds' must be several seeds, such as range\(100\), got"
+    ):
+        simulation.explore(lambda rank: None, 2, seeds=3)  # type: ignore[arg-type]
 
 
 def test_a_rank_starts_no_simulation() -> None:

@@ -10,6 +10,7 @@ Do not add here: clocks, or a number without its source.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -107,6 +108,10 @@ class Network:
             _check(name, getattr(self, name), 0, "seconds, 0 or more")
         if self.cache is not None:
             _check("cache", self.cache, 0, "bytes, 0 or more, or None")
+        hosts = self.hosts
+        are_numbers = isinstance(hosts, Sequence) and all(hasattr(host, "__index__") for host in hosts)
+        if hosts is not None and not are_numbers:
+            raise ArgumentError(explain("Network", "hosts", "the number of the host of each rank, or None", hosts))
 
     def uncached(self, nbytes: float) -> float:
         """Return the part of a call on so many bytes that memory limits: 0 up to `cache`, 1 from twice that on.

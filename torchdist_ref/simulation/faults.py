@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Fault:
         name = type(self).__name__
         for quantity in ("seconds", "factor", "longer"):
             value = getattr(self, quantity, None)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not (_is_number(value) and 0 < value < inf):
                 raise ArgumentError(explain(f"simulation.{name}", quantity, "a positive number", value))
         for rank in self.ranks:
             if type(rank) is not int or not 0 <= rank < world_size:
@@ -46,9 +48,12 @@ class Fault:
         if (self.at is None) == (self.operation == 0):
             got = f"at={self.at}, operation={self.operation}"
             raise ArgumentError(explain(f"simulation.{name}", "at", "a time, or operation= with a number", got))
-        if self.operation < 0 or (self.at is not None and not self.at >= 0):
+        counts = type(self.operation) is int and self.operation >= 0
+        if not counts or (self.at is not None and not (_is_number(self.at) and 0 <= self.at < inf)):
             got = f"at={self.at}, operation={self.operation}"
-            raise ArgumentError(explain(f"simulation.{name}", "at", "a time of 0 s or later", got))
+            raise ArgumentError(
+                explain(f"simulation.{name}", "at", "a time of 0 s or later, or the number of an operation", got)
+            )
 
 
 @dataclass(frozen=True)
@@ -157,12 +162,18 @@ class EndStore(Fault):
         return (self.rank,)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_all(faults: Sequence[Fault], world_size: int) -> None:
     """Raise unless each of some values is a fault that fits a world.
 
     Raises:
         ArgumentError: One is not.
     """
+    if not isinstance(faults, Sequence):
+        raise ArgumentTypeError(explain("simulation.run", "faults", "a sequence of faults", faults))
     for fault in faults:
         if not isinstance(fault, Fault) or type(fault) is Fault:
             raise ArgumentError(explain("simulation.run", "faults", "Kill, Stop, Slow, Cut, Delay or EndStore", fault))

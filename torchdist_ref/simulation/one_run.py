@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
@@ -102,6 +102,7 @@ class OneRun:
         progress: Callable[[float, int], None] | None = None,
     ) -> None:
         _check(fn, world_size, network, compute, backend, timeout)
+        _check_order(seed, decisions, progress)
         check_all(faults, world_size)
         self.fn, self.size, self.args, self.seed, self.timeout = fn, world_size, args, seed, timeout
         self.backend, self.init, self.faults = backend, init, faults
@@ -378,8 +379,18 @@ def _check(fn: Any, world_size: Any, network: Any, compute: Any, backend: Any, t
         raise ArgumentError(explain(operation, "compute", expected, compute))
     if backend is not None and backend not in SIMULATED_BACKENDS:
         refuse_backend(backend)
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (_is_factor(timeout) and timeout > 0):
         raise ArgumentError(explain(operation, "timeout", "a positive number of virtual seconds", timeout))
+
+
+def _check_order(seed: Any, decisions: Any, progress: Any) -> None:
+    operation = "simulation.run"
+    if type(seed) is not int:
+        raise ArgumentTypeError(explain(operation, "seed", "an int", seed))
+    if decisions is not None and not isinstance(decisions, Mapping):
+        raise ArgumentTypeError(explain(operation, "decisions", "the `decisions` of an earlier run", decisions))
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError(explain(operation, "progress", "callable", progress))
 
 
 def _is_factor(value: Any) -> bool:

@@ -127,6 +127,8 @@ def explore(
         >>> explore(program, 3).error.__cause__
         AssertionError('rank 2 was first')
     """
+    if not isinstance(seeds, Iterable):
+        raise ArgumentTypeError(explain("simulation.explore", "seeds", "several seeds, such as range(100)", seeds))
     runs = 0
     for seed in seeds:
         runs += 1

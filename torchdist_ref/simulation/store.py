@@ -47,7 +47,7 @@ class _Changes:
         # Ranks of a large group wait for keys of all of them: to wake each at each key would be quadratic.
         there = (self._table.values, self._table.queues)
         for task, key in [*self._waiting.items()]:
-            if any(key in keys for keys in there) and task.waits_for is self:
+            if (self.has_ended or any(key in keys for keys in there)) and task.waits_for is self:
                 del self._waiting[task]
                 self._scheduler.wake(task)
 
