@@ -67,18 +67,6 @@ def test_killed_ranks_leave_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_runs_leave_no_memory_of_groups() -> None:
-    def segments() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("/dev/zero" in line for line in maps)
-
-    before = segments()
-    for operation in (20, 25, 30, 35):
-        plan = [Kill(rank=CULPRIT, operation=operation)]
-        simulation.run(on_rank, 4, "all_reduce", 4, init=False, faults=plan)
-    assert segments() <= before
-
-
 def test_a_death_ends_no_wait_of_a_program_in_the_store() -> None:
     """A wait that looks for failures ended early at the news of a death; so did that of a program, which does not."""
 
