@@ -166,10 +166,10 @@ def _(ranks: Ranks) -> None:
 
 @check("a sparse tensor", "It is summed, or refused in words.")
 def _(ranks: Ranks) -> None:
-    tensor = torch.eye(3, device=ranks.device).mul(ranks.rank + 1).to_sparse()
+    tensor = torch.eye(3, dtype=torch.float32, device=ranks.device).mul(ranks.rank + 1).to_sparse()
     ranks.dist.all_reduce(tensor)
     factor = sum(rank + 1 for rank in ranks.everyone)
-    same(tensor.to_dense(), torch.eye(3, device=ranks.device) * factor)
+    same(tensor.to_dense(), torch.eye(3, dtype=torch.float32, device=ranks.device) * factor)
 
 
 @check("a program that ends without destroy_process_group", "Its process exits with code 0.")

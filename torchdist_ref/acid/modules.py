@@ -37,7 +37,10 @@ def loss(module: Any, ranks: Ranks, rank: int) -> Tensor:
 def expected(ranks: Ranks) -> list[Tensor]:
     """Return the gradients that one process has from the samples of all ranks."""
     module = model(ranks)
-    sum((loss(module, ranks, rank) for rank in ranks.everyone), torch.zeros((), device=ranks.device)).backward()
+    sum(
+        (loss(module, ranks, rank) for rank in ranks.everyone),
+        torch.zeros((), dtype=torch.float32, device=ranks.device),
+    ).backward()
     return [parameter.grad / ranks.world for parameter in module.parameters() if parameter.grad is not None]
 
 

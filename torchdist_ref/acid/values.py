@@ -123,7 +123,9 @@ def _(ranks: Ranks) -> None:
 
 @check("NaN in MAX", "A NaN of any rank is not lost.", "IEEE 754, and torch.maximum")
 def _(ranks: Ranks) -> None:
-    tensor = torch.tensor([1.0, float("nan")] if ranks.rank == ranks.world - 1 else [2.0, 3.0], device=ranks.device)
+    tensor = torch.tensor(
+        [1.0, float("nan")] if ranks.rank == ranks.world - 1 else [2.0, 3.0], dtype=torch.float32, device=ranks.device
+    )
     ranks.dist.all_reduce(tensor, ranks.dist.ReduceOp.MAX)
     assert tensor[1].isnan(), f"got {tensor.tolist()}"
 
