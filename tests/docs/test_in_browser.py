@@ -219,7 +219,7 @@ def test_the_player_shows_other_ranks_networks_and_algorithms(page: Any, address
     page.wait_for_function("document.querySelectorAll('.player-stage .rank').length === 16")
     player.locator('[data-role="network"]').select_option("one host per rank")
     player.locator('[data-role="size"]').select_option(str(1 << 27))
-    assert "ring: 30 steps" in status.inner_text()
+    assert "two_shot: 2 steps" in status.inner_text()
     player.locator('[data-role="algorithm"]').select_option("tree")
     assert "tree: 8 steps" in status.inner_text()
     page.locator(".player-text summary").click()
