@@ -76,7 +76,11 @@ def main(arguments: list[str]) -> None:
 
 
 def own_metadata(notebook: nbformat.NotebookNode) -> dict[str, Any]:
-    """Return the notebook's metadata for this program: ``data``, paths to pack; ``backends``, those it can run on."""
+    """Return the notebook's metadata for this program.
+
+    It has ``data``, paths to pack; ``backends``, those it can run on; ``on_devices``, false if it is about CPU tensors;
+    and ``lesson``, which the page of the tutorials shows.
+    """
     return dict(notebook.metadata.get("torchdist_ref", {}))
 
 

@@ -117,7 +117,7 @@ class Shell:
         self.display_pub = self
         self.asked = self.world = 0
         self.device, self._limit, self._seconds = device, ranks, seconds
-        self._magics: dict[str, Callable[..., None]] = {"load_ext": self._load}
+        self._magics: dict[str, Callable[..., None]] = {"load_ext": self._load, "writefile": self._writefile}
         builtins.display = self.display  # type: ignore[attr-defined]
         self.user_ns["get_ipython"] = lambda: self
         exec(PRELUDE.format(device=device), {"__name__": "prelude"})
@@ -179,6 +179,10 @@ class Shell:
         if name not in self._magics:
             raise NameError(f"this runner has no magic {name!r}")
         return self._magics[name]
+
+    @staticmethod
+    def _writefile(line: str, body: str) -> None:
+        Path(line.strip()).write_text(body, encoding="utf-8")
 
     def _load(self, line: str) -> None:
         importlib.import_module(line.strip()).load_ipython_extension(self)
@@ -277,13 +281,16 @@ def main(arguments: list[str]) -> None:
     os.environ["TUTORIAL_BACKEND"] = chosen.backend
     if importlib.util.find_spec("matplotlib"):
         os.environ["MPLBACKEND"] = BACKEND
-    data = json.loads(notebook.read_text("utf-8"))["metadata"].get("torchdist_ref", {}).get("data", [])
+    metadata = json.loads(notebook.read_text("utf-8"))["metadata"].get("torchdist_ref", {})
+    data = metadata.get("data", [])
+    # Some tutorials are about tensors of the CPU: they run there, so that their other lessons are tried too.
+    device = chosen.device if metadata.get("on_devices", True) else "cpu"
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-cells-") as folder:
         for name in data:
             source = notebook.parent / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
         os.chdir(folder)
-        run_notebook(notebook, Shell(chosen.device, chosen.ranks, chosen.cell_seconds), events, chosen.cell_seconds)
+        run_notebook(notebook, Shell(device, chosen.ranks, chosen.cell_seconds), events, chosen.cell_seconds)
         os.chdir("/")
 
 
