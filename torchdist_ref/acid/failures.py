@@ -10,12 +10,16 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from torchdist_ref.acid.checks import RankLeaves, Ranks, check, raises, same, total
 
 SHORT = timedelta(seconds=3)
 WITHIN = 15.0
 """Seconds within which a call with a time-out of three must have raised."""
+
+
+NO_WRONG_SUM = "No rank takes a wrong sum for a right one: some rank raises."
 
 
 def raises_soon(call: Callable[[], object], what: str) -> Exception:
@@ -107,44 +111,28 @@ def _(ranks: Ranks) -> None:
     leave()
 
 
-@check(
-    "tensors of unequal sizes",
-    "No rank takes a wrong sum for a right one: some rank raises.",
-    initialized=False,
-    needs_two=True,
-)
-def _(ranks: Ranks) -> None:
+def differing_sum(ranks: Ranks, tensor: Tensor) -> None:
+    """Sum tensors that do not fit together, and raise if no rank's call does."""
     ranks.init(SHORT)
-    tensor = ranks.mine((5 if ranks.rank else 9,))
     try:
         ranks.dist.all_reduce(tensor)
     except Exception:
         leave()
-    store = ranks.store("unequal")
+    store = ranks.store("differing")
     returned = store.add("returned", 1)
     time.sleep(2)
     assert max(returned, store.add("returned", 0)) < ranks.world, f"all ranks returned; this one has {tensor.tolist()}"
     leave()
 
 
-@check(
-    "tensors of unequal dtypes",
-    "No rank takes a wrong sum for a right one: some rank raises.",
-    initialized=False,
-    needs_two=True,
-)
+@check("tensors of unequal sizes", NO_WRONG_SUM, initialized=False, needs_two=True)
 def _(ranks: Ranks) -> None:
-    ranks.init(SHORT)
-    tensor = ranks.mine((4,), torch.float32 if ranks.rank else torch.int32)
-    try:
-        ranks.dist.all_reduce(tensor)
-    except Exception:
-        leave()
-    store = ranks.store("dtypes")
-    returned = store.add("returned", 1)
-    time.sleep(2)
-    assert max(returned, store.add("returned", 0)) < ranks.world, f"all ranks returned; this one has {tensor.tolist()}"
-    leave()
+    differing_sum(ranks, ranks.mine((5 if ranks.rank else 9,)))
+
+
+@check("tensors of unequal dtypes", NO_WRONG_SUM, initialized=False, needs_two=True)
+def _(ranks: Ranks) -> None:
+    differing_sum(ranks, ranks.mine((4,), torch.float32 if ranks.rank else torch.int32))
 
 
 @check("a root that does not exist", "It raises on each rank, and the group works on.")

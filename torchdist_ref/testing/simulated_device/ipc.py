@@ -32,7 +32,7 @@ class SimulatedIpc:
         return torch_sim.open_ipc_handle(exported.decode())
 
     def collect(self) -> None:
-        """See `DeviceMemory.collect`. A block is free as soon as its process drops it, whoever maps it."""
+        """See `DeviceMemory.collect`. A block is free as soon as its process drops it, even if others map it."""
 
 
 def register() -> None:
