@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchdist_ref.acid.checks import Check, RankLeaves, Ranks
+from torchdist_ref.stores import FileStore
 
 PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN = "pass", "refused", "fail", "crash", "hang", "not run"
 KINDS = (PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN)
@@ -134,6 +135,10 @@ def _be_rank(check: Check, setting: Setting, rank: int, folder: str) -> NoReturn
         dist.init_process_group(
             setting.backend, init_method=address, rank=rank, world_size=setting.world, timeout=timeout
         )
+        # A rank may be done with its group while others still connect, which Gloo takes for a failure: meet elsewhere.
+        store = FileStore(f"{folder}/made-{count}", setting.world)
+        store.set(f"{rank}", "made")
+        store.wait([f"{other}" for other in range(setting.world)])
 
     def calls() -> None:
         if check.initialized:
