@@ -18,8 +18,6 @@ from torchdist_ref.testing.filling import fill
 DOCUMENTATION = "torch.distributed, documentation of torch"
 INIT = "init_process_group and destroy_process_group"
 """Name of the first check; where it does not pass, no other can."""
-AREAS = ("values", "order", "failures", "modules")
-"""Modules that hold the checks."""
 
 
 class RankLeaves(BaseException):
@@ -74,7 +72,7 @@ class Check:
 
     Attributes:
         name: Name of the check, such as ``"all_reduce of integers"``.
-        area: One of `AREAS`.
+        area: Name of the module that holds it.
         run: Function that each rank calls; an exception is a failure.
         demand: Duty of the backend, in one sentence.
         source: Document that says so.
