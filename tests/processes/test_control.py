@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -107,6 +108,39 @@ def test_an_exception_in_a_forked_child_does_not_return_into_the_parents_code() 
     child = processes.fork(fail)  # type: ignore[arg-type]
     assert child.wait() == 1
     child.reap()
+
+
+def test_a_forked_child_does_not_finalize_the_parents_garbage() -> None:
+    # In the child a collection is due at the first allocation after the fork.
+    code = """
+        import gc, os
+        from torchdist_ref.processes.control import fork
+
+        class Garbage:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                if os.getpid() != parent:
+                    os._exit(7)
+
+        def child():
+            gc.collect()
+            os._exit(3)
+
+        parent = os.getpid()
+        gc.collect()
+        gc.disable()
+        garbage = [Garbage() for _ in range(100)]
+        del garbage
+        os.register_at_fork(after_in_child=lambda: gc.set_threshold(1))
+        gc.enable()
+        child = fork(child)
+        gc.disable()
+        print(child.wait())
+    """
+    result = subprocess.run(python(textwrap.dedent(code)), cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
+    assert result.stdout == b"3\n"
 
 
 def test_a_forked_child_leads_a_process_group() -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchdist_ref.acid.checks import Check, RankLeaves, Ranks
+from torchdist_ref.processes.control import fork_without_garbage
 from torchdist_ref.stores import FileStore
 
 PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN = "pass", "refused", "fail", "crash", "hang", "not run"
@@ -95,7 +96,7 @@ def run_check(check: Check, setting: Setting) -> CheckOutcome:
     for rank in range(setting.world):
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        pid = fork_without_garbage()
         if not pid:
             _be_rank(check, setting, rank, folder)
         pids.append(pid)
@@ -112,7 +113,7 @@ def try_import(module: str, seconds: float = 60.0) -> CheckOutcome:
     begin = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = fork_without_garbage()
     if not pid:
         _in_child(Path(folder), 0, seconds, lambda: import_module(module))
     codes, hung = _wait([pid], check, Path(folder), begin + seconds)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import select
 import shutil
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from torchdist_ref.processes.control import named_process_limit
+from torchdist_ref.processes.control import fork_without_garbage
 from torchdist_ref.processes.failure_record import LAUNCH_ID
 
 MARK = LAUNCH_ID
@@ -125,13 +123,9 @@ class Guard:
     def __init__(self, mark: str, folder: str = "") -> None:
         launcher = os.pidfd_open(os.getpid())
         try:
-            with named_process_limit(), warnings.catch_warnings():
-                # Python 3.12 warns when a multi-threaded process forks.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self.pid = os.fork()
+            self.pid = fork_without_garbage()
             if self.pid == 0:
                 try:
-                    gc.freeze()
                     _watch(launcher, mark, folder)
                 finally:
                     os._exit(0)

@@ -169,14 +169,9 @@ def fork(run: Callable[[], NoReturn]) -> Child:
         The child, in the parent. The call never returns in the child.
     """
     parent = os.getpid()
-    with named_process_limit(), warnings.catch_warnings():
-        # Python 3.12 warns when a multi-threaded process forks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork_without_garbage()
     if pid == 0:
         try:
-            # Finalizers of the parent's garbage may wait for threads that do not exist here.
-            gc.freeze()
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
             die_with_parent(parent)
@@ -187,6 +182,32 @@ def fork(run: Callable[[], NoReturn]) -> Child:
         # The child makes the same call. The group exists as soon as either has returned.
         os.setpgid(pid, pid)
     return Child(pid)
+
+
+def fork_without_garbage() -> int:
+    """Fork this process so that the child never finalizes what was garbage in this process.
+
+    A finalizer may wait for a thread, and the threads of the parent do not exist in the child, which would then wait
+    for ever. So no collection runs between the fork and the moment when the child has put all objects of the parent
+    out of the collector's reach. A collection is due at any allocation, also at those that end the call of `os.fork`:
+    to stop the collector in the child would be too late.
+
+    Returns:
+        Process id of the child in the parent, 0 in the child.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with named_process_limit(), warnings.catch_warnings():
+            # Python 3.12 warns when a multi-threaded process forks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            gc.freeze()
+        return pid
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
