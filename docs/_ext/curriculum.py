@@ -28,6 +28,7 @@ TUTORIALS = Path(__file__).parents[2] / "tutorials"
 PARTS = {
     "First steps": "Ranks, collectives, and a model that four ranks train together. Read these first.",
     "Gradients": "What DDP does with gradients, and how to send fewer bytes.",
+    "Parallelism from scratch": "Split a model, its layers, experts and tokens over the ranks, and then all at once.",
     "How it works": "Below the calls: algorithms, stores, backends, and what torch's own modules send.",
     "When it fails": "Faults on purpose, a job that resumes, and a cluster that is simulated.",
 }

@@ -50,7 +50,7 @@ def test_the_index_lists_every_tutorial_in_order() -> None:
 
 def test_each_lesson_says_what_it_is_for_and_names_earlier_ones() -> None:
     known = curriculum.lessons()
-    assert list(known) == [path.stem for path in TUTORIALS] and {each.part for each in known.values()} == {*PARTS}
+    assert list(known) == [path.stem for path in TUTORIALS] and {each.part for each in known.values()} <= {*PARTS}
     for each in known.values():
         assert each.goal.endswith(".") and 20 < len(each.goal) < 100 and len(each.short) <= 20
         assert each.minutes > 0 and all(name < each.name for name in each.after), each
@@ -94,10 +94,10 @@ def test_links_between_tutorials_exist(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in TUTORIALS if path.stem not in WITHOUT_EXERCISES], ids=lambda path: path.stem
 )
-def test_three_exercises_with_checked_and_hidden_solutions(path: Path) -> None:
+def test_one_to_three_exercises_with_checked_and_hidden_solutions(path: Path) -> None:
     found = cells(path)
     solutions = [index for index, cell in enumerate(found) if "solution" in cell["metadata"].get("tags", [])]
-    assert len(solutions) == 3
+    assert 1 <= len(solutions) <= 3
     for index in solutions:
         before, after = ("".join(found[near]["source"]) for near in (index - 1, index + 1))
         assert before.startswith("<details>") and after == "</details>"
