@@ -27,7 +27,16 @@ import torch
 
 from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, DistError
-from torchdist_ref.notebook import CellError, CellInterrupted, PoolError, RankPool, RankServer
+from torchdist_ref.notebook import (
+    Bar,
+    CellError,
+    CellInterrupted,
+    Drawing,
+    PoolError,
+    RankPool,
+    RankServer,
+    timelines,
+)
 from torchdist_ref.notebook.magic import SpmdMagics, SpmdUsageError
 from torchdist_ref.simulation import RankError, one_run
 from torchdist_ref.testing import fill
@@ -787,3 +796,26 @@ def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert interrupted[-1].evalue == "interrupted by you: ranks 0, 1"
     assert fetched[0].data["text/plain"] == "4"
     assert all_ended([int(word) for word in pids[0].data["text/plain"].strip("[]").split(",")])
+
+
+def test_a_drawing_is_as_large_as_its_content() -> None:
+    """Nothing is cut off, also what is left of the first box or above it."""
+    drawing = Drawing("boxes", "Two boxes with an arrow between them.")
+    first, second = drawing.box(-30, -20, "a", "wider line"), drawing.box(200, 100, "b", width=60)
+    drawing.arrow(first, second, "tensor")
+    drawing.frame([first, second], "host")
+    left, top, width, height = map(float, re.search(r"viewBox='([^']+)'", drawing.svg())[1].split())
+    x, y = map(float, re.search(r"translate\(([-\d.]+) ([-\d.]+)\)", drawing.svg()).groups())
+    for box in (first, second):
+        assert left <= box.x + x and box.x + box.width + x <= width
+        assert top <= box.y + y and box.y + box.height + y <= height
+    assert (
+        first.edge(second.center)[0] == first.x + first.width or first.edge(second.center)[1] == first.y + first.height
+    )
+
+
+def test_bars_of_a_timeline_are_as_long_as_their_times() -> None:
+    lanes = {"rank 0": [Bar(0.0, 0.25, "backward"), Bar(0.25, 1.0, "all_reduce", "communicate")], "rank 1": []}
+    svg = timelines("a step", "One rank computes, then sends.", lanes, width=400)._repr_svg_()
+    widths = [float(width) for width in re.findall(r"<rect [^>]*width='([\d.]+)'", svg)]
+    assert widths == [99.0, 299.0] and "750 ms" in svg and "orange: communicates" in svg and "waits" not in svg

@@ -259,18 +259,18 @@ def test_copy_buttons_copy_code_without_prompts(page: Any, address: str) -> None
 
 def test_copy_buttons_of_notebooks_copy_the_code_of_the_cell(page: Any, address: str) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.goto(address + "tutorials/01_ranks_stores_groups.html")
+    page.goto(address + "tutorials/01_four_ranks_one_sum.html")
     assert page.locator(".prompt button.copybtn").count() == 0
     cell = page.locator("div.nbinput div.input_area").nth(1)
     cell.hover()
     cell.locator("button.copybtn").click()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.startswith("%%spmd -n 4\nimport os") and copied.strip() == cell.locator("pre").inner_text().strip()
+    assert copied.startswith("%%spmd -n 4\nimport torch") and copied.strip() == cell.locator("pre").inner_text().strip()
 
 
 def test_cells_with_a_magic_have_colors(page: Any, address: str) -> None:
-    page.goto(address + "tutorials/01_ranks_stores_groups.html")
-    cell = page.locator("div.nbinput div.input_area pre", has_text="import os").first
+    page.goto(address + "tutorials/01_four_ranks_one_sum.html")
+    cell = page.locator("div.nbinput div.input_area pre", has_text="import torch").first
     colors = cell.evaluate("pre => new Set([...pre.querySelectorAll('span')].map(s => getComputedStyle(s).color)).size")
     assert colors >= 3
     assert cell.locator("span").first.evaluate("span => span.nextElementSibling.textContent") == "%%spmd"

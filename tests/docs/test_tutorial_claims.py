@@ -16,7 +16,7 @@ from tests.docs import pages
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torchdist_ref.testing import run
 
-NOTEBOOK = pages.ROOT / "tutorials" / "04_train_digits.ipynb"
+NOTEBOOK = pages.ROOT / "tutorials" / "03_train_digits.ipynb"
 TOLERANCE = 1e-9
 RANKS = 4
 Names = dict[str, Any]

@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\((\w+)\.ipynb\)")
 PARTS = curriculum.PARTS
 TUTORIALS = sorted((pages.ROOT / "tutorials").glob("*.ipynb"))
 # These measure or train from the first cell to the last; the others end with exercises.
-WITHOUT_EXERCISES = {"01_ranks_stores_groups", "04_train_digits", "08_when_compression_pays"}
+WITHOUT_EXERCISES = {"03_train_digits", "08_when_compression_pays"}
 
 
 def runner() -> Any:

@@ -148,7 +148,7 @@ def test_a_failure_is_told_from_what_the_machine_lacks(trace: str, asked: int, o
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["01_ranks_stores_groups", "02_collectives_by_pictures"])
+@pytest.mark.parametrize("name", ["01_four_ranks_one_sum", "02_collectives_by_pictures"])
 def test_outputs_are_those_of_jupyter(name: str, tmp_path: Path) -> None:
     """Half a minute each: the tutorial runs twice, once in a kernel."""
     import nbclient

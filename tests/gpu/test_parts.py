@@ -129,7 +129,7 @@ def test_cells_that_need_more_ranks_are_told_from_failures_by_a_run_on_the_cpu(
 
 
 def test_notebooks_about_one_backend_say_so(tmp_path: Path) -> None:
-    notebook = parts.TUTORIALS / "01_ranks_stores_groups.ipynb"
+    notebook = parts.TUTORIALS / "01_four_ranks_one_sum.ipynb"
     assert parts.unable(notebook, "nccl", parts.Setting("cuda", 2)) == "about ref alone"
     assert parts.unable(notebook, "ref", parts.Setting("cuda", 2)) == ""
     assert parts.unable(notebook, "nccl", parts.Setting("cpu", 0)) == "nccl needs CUDA tensors"
