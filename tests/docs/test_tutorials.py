@@ -50,7 +50,7 @@ def test_the_index_lists_every_tutorial_in_order() -> None:
 
 def test_each_lesson_says_what_it_is_for_and_names_earlier_ones() -> None:
     known = curriculum.lessons()
-    assert list(known) == [path.stem for path in TUTORIALS] and {each.part for each in known.values()} <= {*PARTS}
+    assert list(known) == [path.stem for path in TUTORIALS] and {each.part for each in known.values()} == {*PARTS}
     for each in known.values():
         assert each.goal.endswith(".") and 20 < len(each.goal) < 100 and len(each.short) <= 20
         assert each.minutes > 0 and all(name < each.name for name in each.after), each

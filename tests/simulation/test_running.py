@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import queue
 import socket
@@ -247,6 +248,20 @@ def calls_on_a_thread(rank: int) -> Any:
         thread.start()
         thread.join()
     return found
+
+
+@pytest.mark.parametrize("make", [lambda: threading.Thread(target=print), logging.Handler])
+def test_a_fork_after_a_run_resets_the_locks_that_ranks_made(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the child, Python resets the locks of each thread and each handler of the log that still exists."""
+    kept, raised = simulation.run(lambda rank: make(), 2).values, list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(raised))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(kept) == 2
 
 
 def test_threads_of_a_rank_see_its_group_and_report_what_they_raise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,11 @@ class SimulatedLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def _at_fork_reinit(self) -> None:
+        """Unlock. Python calls this in the child of a fork, for each thread of the process that it still knows."""
+        self._locked, self._owner = False, None
+        self._waiting.clear()
+
     def __str__(self) -> str:
         owner = self._owner
         return "a lock" if owner is None else f"a lock of rank {owner.owner} ({owner.name})"
@@ -153,7 +158,11 @@ class SimulatedRLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    # The three that `threading.Condition` uses.
+    # The four that `threading.Condition` uses.
+
+    def _at_fork_reinit(self) -> None:
+        self._owner, self._count = None, 0
+        self._lock._at_fork_reinit()  # noqa: SLF001 (Python's own name for it)
 
     def _is_owned(self) -> bool:
         return self._owner == _thread.get_ident()
