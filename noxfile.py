@@ -24,7 +24,7 @@ from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2024.4.15"
+nox.needs_version = ">=2024.10.9"
 nox.options.sessions = []
 nox.options.error_on_external_run = False
 
@@ -39,6 +39,14 @@ PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("torch==2.11.0", "torch==2.13.0", "torch==2.15.0 torch==2.14.1")
 HTML = ROOT / "docs" / "_build" / "html"
 LIGHTHOUSE = "12.8.2"
+# The files that a host reads, by the name of the schema that check-jsonschema has of them.
+SCHEMAS = {
+    "github-workflows": (".github/workflows/*.yml",),
+    "dependabot": (".github/dependabot.yml",),
+    "github-issue-forms": (".github/ISSUE_TEMPLATE/[!c]*.yml",),
+    "github-issue-config": (".github/ISSUE_TEMPLATE/config.yml",),
+    "citation-file-format": ("CITATION.cff",),
+}
 MARKS = "not long and not benchmark and not browser and not deaths"
 
 
@@ -225,10 +233,12 @@ def soak(session: nox.Session) -> None:
 def versions(session: nox.Session) -> None:
     """Run the tests on each Python found with each supported torch, and record what passed in docs/versions.json.
 
-    Arguments after -- choose: `-- python3.13 torch==2.13.0`. On Debian 13 its own Python is 3.13.
+    Arguments after -- choose: `-- python3.13 torch==2.13.0`, or the supported torch that is `oldest` or `newest`. On Debian
+    13 its own Python is 3.13.
     """
     pythons = [name for name in PYTHONS if name in session.posargs] or PYTHONS
-    torches = [name for name in session.posargs if name.startswith("torch==")] or TORCHES
+    chosen = [{"oldest": TORCHES[0], "newest": TORCHES[-1]}.get(name, name) for name in session.posargs]
+    torches = [name for name in chosen if name.startswith("torch==")] or TORCHES
     pairs = [(python, torch) for python in pythons if shutil.which(python) for torch in torches]
     failed = []
     for number, (python, torch) in enumerate(pairs, start=1):
@@ -253,11 +263,14 @@ def versions(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style."""
+    """Style, and the form of the files that a host of repositories reads."""
     set_up(session, 3)
-    session.log("[3/3] ruff")
+    session.log("[3/3] ruff, and the schemas of the files of the host")
     call(session, "-m", "ruff", "check", ".")
     call(session, "-m", "ruff", "format", "--check", ".")
+    for schema, files in SCHEMAS.items():
+        found = [str(path.relative_to(ROOT)) for pattern in files for path in sorted(ROOT.glob(pattern))]
+        call(session, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *found)
 
 
 @nox.session(venv_backend="none")
@@ -311,6 +324,22 @@ def package(session: nox.Session) -> None:
     for number, built in enumerate(sorted((ROOT / "dist").iterdir()), start=4):
         with step(session, number, 5, f"installing {built.name} in a clean environment"):
             try_install(session, built)
+
+
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Make a release: `-- VERSION [--checked]`, or only the files of one that is tagged: `-- files VERSION`.
+
+    It runs `.ci/run` in a fresh clone (`--checked` if that has passed), writes version and changelog, builds twice and
+    compares, lists the components, and tags. It uploads nothing. docs/explanation/releasing.md has the rest.
+    """
+    home = ROOT / ".nox" / "release"
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "release")
+    with step(session, 1, 2, f"installing the tools into {home.relative_to(ROOT)}"):
+        session.run(sys.executable, "-m", "venv", str(home), external=True)
+        pip(session, *tools, python=str(home / "bin" / "python"))
+    with step(session, 2, 2, "making the release"):
+        call(session, ".ci/release.py", *session.posargs, python=str(home / "bin" / "python"))
 
 
 def try_install(session: nox.Session, built: Path) -> None:

@@ -57,7 +57,7 @@ extensions = [
     "notebook_pages",
     "lean_pages",
 ]
-exclude_patterns = ["_build", "_generated", "changes", "_templates", "_inventories", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "paper", "_generated", "changes", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 default_role = "quoted"
 nitpicky = True
@@ -129,4 +129,12 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+if html_baseurl:
+    # A published site has one folder for each version. Beside them lies the list that the switcher reads.
+    root, _, name = html_baseurl.rstrip("/").rpartition("/")
+    html_theme_options |= {
+        "switcher": {"json_url": f"{root}/switcher.json", "version_match": name},
+        "check_switcher": False,
+        "navbar_end": ["version-switcher", "theme-switcher"],
+    }
 html_context = {"default_mode": "auto", "edit_page_url_template": EDIT_URL}
