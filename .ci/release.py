@@ -3,7 +3,7 @@
 Usage: python .ci/release.py VERSION [--checked], or python .ci/release.py files VERSION
 
 The first form works in a fresh clone, so that a step that fails leaves this repository as it was. Only when the files
-exist are the commit and the tag brought here. `--checked` leaves `.ci/run` out: for a commit that has passed it already.
+exist are the commit and the tag brought here. `--checked` leaves `.ci/run` out: for a commit that has passed it.
 The second form builds the files of a commit that has that version; the hosted workflow calls it on the tag.
 
 Nothing is uploaded or pushed: `docs/explanation/releasing.md` says how a person does that.
