@@ -95,7 +95,7 @@ nbsphinx_prolog = """
 
    This page is a notebook that ran on real ranks when the site was built:
    :download:`download it with its data <{{ env.docname.split('/')[-1] }}.zip>`. What it needs:
-   ``pip install -e ".[notebook]"`` in a copy of the project, after the CPU build of torch (:doc:`/tutorials/index`).
+   ``pip install "torchdist_ref[notebook]"``, after the CPU build of torch (:doc:`/tutorials/index`).
 """
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

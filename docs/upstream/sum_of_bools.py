@@ -13,7 +13,9 @@ def run(rank: int) -> None:
     group = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
     tensor = torch.tensor([True])
     group.allreduce([tensor]).wait()
-    lines[rank] = f"rank {rank}: byte {tensor.view(torch.uint8).item()}, equal to True: {torch.equal(tensor, torch.tensor([True]))}"
+    lines[rank] = (
+        f"rank {rank}: byte {tensor.view(torch.uint8).item()}, equal to True: {torch.equal(tensor, torch.tensor([True]))}"
+    )
 
 
 threads = [Thread(target=run, args=(rank,)) for rank in range(3)]

@@ -15,7 +15,14 @@ from tests.docs import pages
 
 LISTED = tomllib.loads(Path(__file__).with_name("torch_sentences.toml").read_text(encoding="utf-8"))
 # Pages that are generated from tests, or that are data of generated pages; `test_upstream.py` holds upstream.md.
-GENERATED = ("upstream.md", "surface_table.md", "surface_members.md", "compatibility.md", "torch_packages.md", "changelog.md")
+GENERATED = (
+    "upstream.md",
+    "surface_table.md",
+    "surface_members.md",
+    "compatibility.md",
+    "torch_packages.md",
+    "changelog.md",
+)
 VERBS = """accepts adds aborts broadcasts calls checks compares connects continues copies crashes creates detects does
 documents ends fails finds had hangs has ignores implements keeps leaves locks logs makes marks may names needs never
 passes prints raises reads recomputes rejects refuses removed repeats reports requires returns rounds says sends sets

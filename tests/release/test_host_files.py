@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import tomllib
@@ -10,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from torchdist_ref.acid import report
 from tests.release.scripts import ROOT
+from torchdist_ref.acid import report
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -52,7 +53,7 @@ def test_hosted_jobs_call_sessions_and_scripts_that_exist() -> None:
             assert "timeout-minutes" in job, path.name
             for step in job["steps"]:
                 words = shlex.split(step.get("run", ""), comments=False)
-                called |= {after for word, after in zip(words, words[1:], strict=False) if word == "-s"}
+                called |= {after for word, after in itertools.pairwise(words) if word == "-s"}
                 assert all((ROOT / word).exists() for word in words if word.startswith(".ci/")), step
     assert called == {"docs", "nightly", "release", "versions"} and called <= sessions
 
@@ -84,4 +85,4 @@ def test_badges_of_readme_show_what_was_recorded() -> None:
     for text, name in shown:
         record = json.loads((ROOT / Path(name).with_suffix(".json")).read_text(encoding="utf-8"))
         badge = (ROOT / name).read_text(encoding="utf-8")
-        assert badge == report.badge(record["checks"]) and f"aria-label=\"{text}\"" in badge
+        assert badge == report.badge(record["checks"]) and f'aria-label="{text}"' in badge
