@@ -233,8 +233,8 @@ def soak(session: nox.Session) -> None:
 def versions(session: nox.Session) -> None:
     """Run the tests on each Python found with each supported torch, and record what passed in docs/versions.json.
 
-    Arguments after -- choose: `-- python3.13 torch==2.13.0`, or `-- python3.13 oldest`, or `newest`. On Debian 13 its own
-    Python is 3.13.
+    Arguments after -- choose: `-- python3.13 torch==2.13.0`, or `-- python3.13 oldest`, or `newest`. On Debian 13
+    its own Python is 3.13.
     """
     pythons = [name for name in PYTHONS if name in session.posargs] or PYTHONS
     chosen = [{"oldest": TORCHES[0], "newest": TORCHES[-1]}.get(name, name) for name in session.posargs]

@@ -13,9 +13,8 @@ def run(rank: int) -> None:
     group = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
     tensor = torch.tensor([True])
     group.allreduce([tensor]).wait()
-    lines[rank] = (
-        f"rank {rank}: byte {tensor.view(torch.uint8).item()}, equal to True: {torch.equal(tensor, torch.tensor([True]))}"
-    )
+    byte, equal = tensor.view(torch.uint8).item(), tensor.equal(torch.tensor([True]))
+    lines[rank] = f"rank {rank}: byte {byte}, equal to True: {equal}"
 
 
 threads = [Thread(target=run, args=(rank,)) for rank in range(3)]

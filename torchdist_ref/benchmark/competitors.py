@@ -87,7 +87,7 @@ def _obstacle(name: str, forked: bool) -> str:
         return "this torch was built without Gloo"
     package = UNDER_MPIEXEC.get(name)
     if package and importlib.util.find_spec(package) is None:
-        return f"needs the package {package}: pip install -e '.[mpi]'"
+        return f"needs the package {package}: pip install 'torchdist_ref[mpi]'"
     if package and forked:
         return "this benchmark forks its ranks, and MPI's are started by mpiexec"
     return "no mpiexec was found, which has to start the ranks" if package and not find_mpiexec() else ""

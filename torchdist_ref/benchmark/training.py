@@ -282,5 +282,5 @@ def missing(name: str) -> str:
     ''
     """
     if name == "digits" and importlib.util.find_spec("sklearn") is None:
-        return "needs scikit-learn: pip install -e '.[notebook]'"
+        return "needs scikit-learn: pip install 'torchdist_ref[notebook]'"
     return ""

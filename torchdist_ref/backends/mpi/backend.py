@@ -65,7 +65,7 @@ def load() -> Any:
         missing = "mpi4py is not installed" if isinstance(error, ModuleNotFoundError) else "no MPI library was found"
         raise UnsupportedError(
             f"init_process_group: backend 'mpi' can't be used, since {missing} ({error}). Both come with "
-            f"`pip install -e '.[mpi]'`; then start the ranks with `mpiexec -n 4 python program.py`. "
+            f"`pip install 'torchdist_ref[mpi]'`; then start the ranks with `mpiexec -n 4 python program.py`. "
             f"Without MPI, use backend 'ref' on one host, or 'gloo'."
         ) from error
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
