@@ -47,6 +47,7 @@ extensions = [
     "traces",
     "profile_pictures",
     "player",
+    "explorer",
     "reduction_trees",
     "collective_pages",
     "acid_table",
@@ -109,7 +110,7 @@ html_title = "torchdist_ref"
 html_static_path = ["_static"]
 templates_path = ["_templates"]
 html_css_files = ["site.css", "player.css"]
-html_js_files = [("site.js", {"defer": "defer"}), ("player.js", {"defer": "defer"})]
+html_js_files = [(name, {"defer": "defer"}) for name in ("site.js", "schedules.js", "player.js")]
 # The address at which the site is published, and a template of the address at which a page can be edited.
 html_baseurl = os.environ.get("TORCHDIST_REF_SITE_URL", "")
 EDIT_URL = os.environ.get("TORCHDIST_REF_EDIT_URL", "")

@@ -7,6 +7,8 @@ calls that break a precondition run when the page is read, so a page shows what 
     One row for each page: the data that ranks have, the data that they want, and the call.
 `.. before-after:: all_reduce`
     Slots before and after an operation, drawn from its contract.
+`.. splits:: 1 2 / 0 3`
+    Rows before and after an all_to_all_single, whose ranks 0, 1 send so many to ranks 0, 1.
 `.. costs:: all_reduce`
     Steps and bytes of each algorithm, counted.
 `.. speed-plot:: all_reduce`
@@ -22,7 +24,7 @@ from typing import Any, ClassVar
 
 import jinja2
 import yaml
-from collective_pictures import before_after, constants_text, figures_table, note, speed_plot
+from collective_pictures import before_after, constants_text, figures_table, note, speed_plot, splits_picture
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from site_directives import table
@@ -61,12 +63,17 @@ def render(page: dict[str, Any]) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
     measured = BENCHMARKS.get(page["schedule"], page["schedule"])
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        page={"note": "", **page},
+        page={"note": "", "splits": "", **page},
         signature=f"Reference: {links}.",
-        outputs={world: outputs(page["example"], world) for world in (2, 4)},
+        examples=[(code, {world: outputs(code, world) for world in worlds}) for code, worlds in examples(page)],
         breaches=[{**breach, "error": error(breach["code"])} for breach in page["preconditions"]],
         measured=None if page.get("unmeasured") else measured,
     )
+
+
+def examples(page: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the examples of a page, each with the numbers of ranks that it runs on; that of a picture runs on 4."""
+    return [(page["example"], (2, 4)), *((code, (4,)) for code in page.get("with_splits", []))]
 
 
 def outputs(example: str, world: int) -> list[str]:
@@ -140,8 +147,25 @@ class BeforeAfterDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Draw the contract."""
         drawing = f'<div class="drawing">{before_after(self.arguments[0], 4)}</div>'
-        caption = nodes.caption("", f"{self.arguments[0]} on 4 ranks: slots before and after, from its contract")
+        caption = nodes.caption("", f"{self.arguments[0]} on 4 ranks: what each rank holds before and after")
         return [nodes.figure("", nodes.raw("", drawing, format="html"), caption, classes=["drawn"])]
+
+
+class SplitsDirective(Directive):
+    """Drawing of rows before and after an all_to_all_single with split sizes."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """Draw the rows of all ranks."""
+        splits = [[int(size) for size in row.split()] for row in self.arguments[0].split("/")]
+        drawing = f'<div class="drawing">{splits_picture(splits)}</div>'
+        text = (
+            "all_to_all_single on 4 ranks with split sizes: the rows that each rank has. A line separates the parts for "
+            "ranks 0, 1, 2, 3 before the call, and the parts from them after it."
+        )
+        return [nodes.figure("", nodes.raw("", drawing, format="html"), nodes.caption("", text), classes=["drawn"])]
 
 
 class CostsDirective(Directive):
@@ -198,6 +222,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", fill_in)
     app.add_directive("chooser", ChooserDirective)
     app.add_directive("before-after", BeforeAfterDirective)
+    app.add_directive("splits", SplitsDirective)
     app.add_directive("costs", CostsDirective)
     app.add_directive("speed-plot", SpeedPlotDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

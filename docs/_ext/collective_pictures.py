@@ -11,12 +11,15 @@ from html import escape
 from math import log10
 from typing import Any
 
+from plots import mark
 from speed import RECORDED, named
 
 from torchdist_ref import schedules
 from torchdist_ref.schedules import Network, Slot
 
 CELL, HEIGHT, LINE, NAME, TOP = 34, 26, 32, 50, 24
+# Width of the word above a column, in the widest of the fonts that the style names.
+WORD = 52
 Value = tuple[tuple[int, Slot], ...]
 
 
@@ -28,8 +31,8 @@ def before_after(operation: str, world: int) -> str:
     ]
     ends = [dict(contract.after(rank)) for rank in range(world)]
     left, right = columns(starts), columns(ends)
-    middle = NAME + CELL * len(left) + 36
-    width, height = middle + CELL * len(right), TOP + LINE * world
+    middle = NAME + max(CELL * len(left), WORD) + 36
+    width, height = middle + max(CELL * len(right), WORD), TOP + LINE * world
     title = f"{operation} on {world} ranks: the slots of each rank before and after"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' class='slots' width='{width}' viewBox='0 0 {width} {height}' "
@@ -67,8 +70,43 @@ def cell(value: Value | None, world: int, x: float, y: float) -> str:
     return f"<g><rect class='full' x='{x}' width='{CELL - 4}' {size}/>{tints}{text}</g>"
 
 
+def splits_picture(splits: list[list[int]]) -> str:
+    """Return an all_to_all with splits as SVG: the rows that each rank has before and after.
+
+    Args:
+        splits: For each sender, the number of rows for each receiver. Rows are numbered in order on their sender.
+    """
+    world = len(splits)
+    firsts = [[sum(row[:peer]) for peer in range(world)] for row in splits]
+    starts = [[(rank, at) for at in range(sum(splits[rank]))] for rank in range(world)]
+    ends = [
+        [(src, firsts[src][rank] + at) for src in range(world) for at in range(splits[src][rank])]
+        for rank in range(world)
+    ]
+    longest = max(len(slots) for slots in (*starts, *ends))
+    width, line = NAME + CELL * longest, TOP + LINE * world
+    title = f"all_to_all_single with split sizes on {world} ranks: the rows of each rank before and after"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' class='slots' width='{width}' viewBox='0 0 {width} {2 * line + 8}' "
+        f"role='img' aria-label='{title}'>"
+    ]
+    for top, word, held in ((0, "before: input", starts), (line + 8, "after: output", ends)):
+        parts.append(f"<text class='buffer' x='{NAME}' y='{top + 14}'>{word}</text>")
+        for rank, slots in enumerate(held):
+            y = top + TOP + LINE * rank
+            parts.append(f"<text x='0' y='{y + 17}'>rank {rank}</text>")
+            parts += [cell(((src, ("in", at)),), world, NAME + CELL * n, y) for n, (src, at) in enumerate(slots)]
+        # A line between the parts for two receivers, or from two senders.
+        for rank in range(world):
+            sizes = splits[rank] if held is starts else [row[rank] for row in splits]
+            for cut in {sum(sizes[:peer]) for peer in range(1, world)} - {0, sum(sizes)}:
+                x, y = NAME + CELL * cut - 2, top + TOP + LINE * rank
+                parts.append(f"<line class='cut' x1='{x}' x2='{x}' y1='{y - 3}' y2='{y + HEIGHT + 3}'/>")
+    return "".join([*parts, "</svg>"])
+
+
 SERIES = (("ref", "ref"), ("gloo", "Gloo"), ("mpich", "MPICH"), ("openmpi", "Open MPI"))
-WIDTH, PLOT_HEIGHT, LEFT, BOTTOM = 350, 250, 52, 206
+WIDTH, PLOT_HEIGHT, LEFT, TOP_LINE, BOTTOM = 350, 282, 52, 26, 220
 
 
 def cells(operation: str, apart: bool) -> list[dict[str, Any]]:
@@ -178,7 +216,7 @@ def speed_plot(operation: str, apart: bool) -> str:
 
     def at(size: float, seconds: float) -> tuple[float, float]:
         x = LEFT + (log10(size) - first) / (last - first) * (WIDTH - LEFT - 16)
-        return x, 10 + (high - log10(seconds)) / (high - low) * (BOTTOM - 10)
+        return x, TOP_LINE + (high - log10(seconds)) / (high - low) * (BOTTOM - TOP_LINE)
 
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' class='speeds' viewBox='0 0 {WIDTH} {PLOT_HEIGHT}' role='img' "
@@ -189,14 +227,14 @@ def speed_plot(operation: str, apart: bool) -> str:
             y = at(rows[0]["bytes"], 10.0**power)[1]
             parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - 8}' y1='{y:.1f}' y2='{y:.1f}'/>")
             parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{seconds(10.0**power)}</text>")
-    before = 0.0
+    parts.append("<text class='axis' x='0' y='12'>time of a call</text>")
     for row in rows:
-        x = at(row["bytes"], every[0])[0]
-        if x - before < 44:
-            continue
-        before = x
-        left = min(x, WIDTH - 24)
-        parts.append(f"<text x='{left:.1f}' y='{BOTTOM + 16}' text-anchor='middle'>{named(int(row['bytes']))}</text>")
+        x = min(at(row["bytes"], every[0])[0], WIDTH - 18)
+        # Without the unit, which the title of the axis has, the largest two sizes fit beside each other.
+        size = named(int(row["bytes"])).removesuffix("B").removesuffix("i").replace(" ", "")
+        parts.append(f"<text x='{x:.1f}' y='{BOTTOM + 16}' text-anchor='middle'>{size}</text>")
+    title = "bytes of the whole buffer (K = 1024)"
+    parts.append(f"<text class='axis' x='{WIDTH - 4}' y='{BOTTOM + 34}' text-anchor='end'>{title}</text>")
     for number, (name, label) in enumerate([*SERIES, ("predicted", "predicted")]):
         points = [at(row["bytes"], row[name]) for row in rows if name in row]
         if points:
@@ -208,19 +246,6 @@ def speed_plot(operation: str, apart: bool) -> str:
             parts.append(mark(number, legend, PLOT_HEIGHT - 8))
             parts.append(f"<text x='{legend + 7}' y='{PLOT_HEIGHT - 4}'>{label}</text>")
     return "".join([*parts, "</svg>"])
-
-
-def mark(number: int, x: float, y: float) -> str:
-    """Return the mark of a series; each has a shape of its own."""
-    corners = {
-        1: ((-4, -4), (4, -4), (4, 4), (-4, 4)),
-        2: ((0, -5), (5, 4), (-5, 4)),
-        3: ((0, -5), (5, 0), (0, 5), (-5, 0)),
-    }
-    if number in corners:
-        points = " ".join(f"{x + i:.1f},{y + j:.1f}" for i, j in corners[number])
-        return f"<polygon class='mark s{number}' points='{points}'/>"
-    return f"<circle class='mark s{number}' cx='{x:.1f}' cy='{y:.1f}' r='{4 if number == 0 else 2.5}'/>"
 
 
 def seconds(value: float) -> str:

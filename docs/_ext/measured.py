@@ -1,7 +1,8 @@
 """Measured figures of the pages: each is read from `docs/measured.json`, with its date, machine and origin.
 
 `.. measured:: NAME`
-    A table of recorded figures, and below it when, where and how they were measured.
+    A table of recorded figures, and below it when, where and how they were measured. With the option `plot`, the title
+    of an axis: a plot of them, and the table folded. With `even`, a line marks the ratio 1.
 :measured:`NAME.KEY`
     One recorded figure in a sentence; its title has the date, the machine and the origin.
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 import json
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
-from docutils.parsers.rst import Directive
-from speed import table
+from docutils.parsers.rst import Directive, directives
+from speed import plotted, table
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
 
@@ -40,13 +41,17 @@ class MeasuredDirective(Directive):
     """Table of one entry."""
 
     required_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"plot": directives.unchanged, "even": directives.flag}
 
     def run(self) -> list[nodes.Node]:
         """Read the entry, and return its table and origin."""
         self.state.document.settings.env.note_dependency(str(RECORDED))
         entry = recorded(self.arguments[0])
         note = nodes.paragraph("", origin(entry), classes=["measured"])
-        return [table(tuple(entry["header"]), [tuple(row) for row in entry["rows"]]), note]
+        header, rows = tuple(entry["header"]), [tuple(row) for row in entry["rows"]]
+        if "plot" in self.options:
+            return [*plotted(header, rows, self.options["plot"], even="even" in self.options), note]
+        return [table(header, rows), note]
 
 
 class MeasuredRole(SphinxRole):

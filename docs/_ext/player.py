@@ -10,11 +10,14 @@ The script is `docs/_static/player.js`, its data are those of `schedule_data`.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cost_data
 import schedule_data
+from collective_pictures import seconds
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
@@ -59,10 +62,11 @@ def markup(
 ) -> str:
     """Return the whole player as HTML; it begins with an algorithm, or with the one that is chosen for the rest."""
     everything = schedule_data.of_operation(operation)
-    chosen = everything["worlds"][world]["chosen"][network][schedule_data.SIZES.index(size)]
     shown = everything["worlds"][world]
+    chosen = next(name for limit, name in shown["chosen"][network] if limit is None or size <= limit)
     named = algorithm or chosen
     own = everything | {"worlds": {world: shown | {"schedules": {named: shown["schedules"][named]}}}}
+    own = own | {"links": cost_data.links()}
     found = schedule_data.schedule(operation, named, world)
     counted = f"{len(found.rounds)} round" + "s" * (len(found.rounds) != 1)
     play = " data-autoplay" if autoplay else ""
@@ -77,8 +81,9 @@ def markup(
 <p class="player-status" data-role="status">{escape(f"{named}, {counted}")}</p>
 <noscript><p>The player needs JavaScript. The table below shows the same rounds.</p></noscript>
 <details class="player-text" data-role="text"><summary>The same rounds as text</summary>
-<div class="player-table" tabindex="0"><table class="table"><thead><tr><th>round</th><th>messages</th></tr></thead>
-<tbody data-role="rounds">{rows(found)}</tbody></table></div></details>
+<div class="player-table" tabindex="0"><table class="table"><thead><tr><th>round</th><th>messages</th>
+<th>simulated time</th></tr></thead>
+<tbody data-role="rounds">{rows(found, size, cost_data.network(cost_data.MEASURED, shown["hosts"][network]))}</tbody></table></div></details>
 <script type="application/json">{json.dumps(own, separators=(",", ":"))}</script>
 </div>
 """
@@ -90,14 +95,15 @@ def button(named: tuple[str, str]) -> str:
 
 
 def choices(everything: dict[str, Any], world: int, size: int, network: str, chosen: str, algorithm: str) -> str:
-    """Return the four lists of choices."""
+    """Return the lists of choices."""
     sizes = {value: byte_size(value) for value in schedule_data.SIZES}
     algorithms = {"": f"chosen: {chosen}"} | {name: name for name in everything["algorithms"]}
     return "".join(
         (
             select("ranks", "Ranks", {value: str(value) for value in schedule_data.WORLDS}, world),
             select("size", "Size m", sizes, size),
-            select("network", "Network", {name: name for name in schedule_data.NETWORKS}, network),
+            select("network", "Hosts", {name: name for name in schedule_data.NETWORKS}, network),
+            select("links", "Links", {name: name for name in cost_data.LINKS}, cost_data.MEASURED),
             select("algorithm", "Algorithm", algorithms, algorithm),
         )
     )
@@ -112,14 +118,20 @@ def select(role: str, label: str, options: dict[Any, str], chosen: object) -> st
     return f'<label>{label} <select class="form-select form-select-sm" data-role="{role}">{inner}</select></label>'
 
 
-def rows(found: schedules.Schedule) -> str:
-    """Return the rounds as rows of a table, in the words of the script."""
+def rows(found: schedules.Schedule, size: int, network: schedules.Network) -> str:
+    """Return the rounds as rows of a table, in the words of the script, each with the time of its end."""
     return "".join(
         f"<tr><td>{number}</td><td>"
         + escape(" · ".join(f"{part.src} → {part.dst}: {part.label}" for part in messages(moves)))
-        + "</td></tr>"
+        + f"</td><td>{seconds(ends(found, number, size, network))}</td></tr>"
         for number, moves in enumerate(found.rounds, 1)
     )
+
+
+def ends(found: schedules.Schedule, rounds: int, size: float, network: schedules.Network) -> float:
+    """Return the simulated seconds after some rounds."""
+    first = replace(found, rounds=tuple(found.rounds[number] for number in range(rounds)))
+    return schedules.simulate(first, size, network).total
 
 
 def byte_size(size: int) -> str:
@@ -141,8 +153,10 @@ def write_data(app: Sphinx, error: Exception | None) -> None:
     folder = Path(app.outdir, "_static", "schedules")
     folder.mkdir(parents=True, exist_ok=True)
     for operation in schedules.operations():
-        found = json.dumps(schedule_data.of_operation(operation), separators=(",", ":"))
-        text = f'torchdistPlayer.register("{operation}", {found});\n'
+        everything = schedule_data.of_operation(operation)
+        everything = everything | cost_data.of_operation(operation, everything["worlds"])
+        found = json.dumps(everything, separators=(",", ":"))
+        text = f'torchdistSchedules.register("{operation}", {found});\n'
         (folder / f"{operation}.js").write_text(text, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Schedules as JSON for the player: every algorithm of an operation on 2 to 16 ranks, and the choices of `choose`.
+"""Schedules as JSON for the player and the cost explorer: every algorithm of an operation on 2 to 16 ranks, and choices.
 
 A round is one list of integers, eight for each run of moves: source, destination, buffer and slot that are read,
 buffer and slot that are written, length, and 1 for a reduction. `unpack` is the inverse, which the tests use.
@@ -8,9 +8,10 @@ Do not add here: HTML (`player`) or text of the pages (`collective_pages`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from torchdist_ref import schedules
@@ -20,6 +21,8 @@ from torchdist_ref.schedules.schedule import BUFFERS
 WORLDS = range(2, 17)
 # Bytes of the whole buffer that a reader of the page can select.
 SIZES = tuple(1 << power for power in (2, 10, 16, 18, 20, 22, 24, 27))
+# Power of two beyond which no choice changes.
+LARGEST = 40
 NETWORKS = ("one host", "two hosts", "one host per rank")
 WIDTH = 8
 
@@ -46,13 +49,29 @@ def of_operation(operation: str) -> dict[str, Any]:
 
 
 def of_world(operation: str, world: int) -> dict[str, Any]:
-    """Return the schedules of all algorithms for a number of ranks, and the algorithm for each network and size."""
+    """Return the schedules of all algorithms for a number of ranks, and for each network hosts and choices."""
     found = {name: of_schedule(operation, schedule(operation, name, world)) for name in schedules.algorithms(operation)}
-    chosen = {
-        network: [schedules.choose(operation, world, size, hosts=hosts(network, world)) for size in SIZES]
-        for network in NETWORKS
-    }
-    return {"schedules": found, "chosen": chosen}
+    where = {network: hosts(network, world) for network in NETWORKS}
+    chosen = {network: list(choices(operation, world, where[network])) for network in NETWORKS}
+    return {"schedules": found, "chosen": chosen, "hosts": where}
+
+
+def choices(operation: str, world: int, where: tuple[int, ...]) -> Iterator[tuple[int | None, str]]:
+    """Yield the algorithms that `choose` picks, each with the largest size up to which it does; None for no limit.
+
+    >>> list(choices("all_to_all", 4, (0, 0, 0, 0)))
+    [(2097152, 'direct'), (None, 'pairwise')]
+    """
+
+    def at(size: int) -> str:
+        return schedules.choose(operation, world, size, hosts=where)
+
+    for low, high in pairwise(1 << power for power in range(LARGEST)):
+        if at(low) != at(high):
+            # The first size of the next algorithm.
+            first = low + bisect_left(range(low, high), True, key=lambda size: at(size) != at(low))
+            yield first - 1, at(low)
+    yield None, at(1 << LARGEST)
 
 
 def of_schedule(operation: str, found: Schedule) -> dict[str, Any]:
@@ -63,6 +82,7 @@ def of_schedule(operation: str, found: Schedule) -> dict[str, Any]:
         "rounds": [packed(moves) for moves in found.rounds],
         "before": [list(spans(contract.before(rank))) for rank in range(found.world)],
         "after": [list(spans(contract.after(rank))) for rank in range(found.world)],
+        "share": float(found.share),
         "cost": [cost.steps, cost.messages, *(str(part) for part in (cost.sent, cost.received, cost.reduced))],
     }
 

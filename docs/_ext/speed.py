@@ -1,7 +1,7 @@
 """Speed tables of the documentation, generated from reports of the benchmark.
 
 `.. speed:: 2 seconds`
-    Microseconds a call of `ref` on two ranks, by operation and size.
+    Microseconds a call of `ref` on two ranks, by operation and size: a plot, and its figures in a table that is folded.
 `.. speed:: 2 gloo`
     Time of Gloo over that of `ref`; likewise `mpich`, `openmpi`. `limit`: time of a call over its limit.
     With the option `namespaces`: the halves of the ranks are on hosts of their own.
@@ -16,12 +16,14 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
+from plots import marks, span
 
 RECORDED = Path(__file__).parents[1] / "explanation" / "speed.json"
 Cell = dict[str, list[float]]
@@ -77,8 +79,31 @@ class SpeedDirective(Directive):
             by_op.setdefault(cell["op"], {})[column(cell)] = figure(cell, what)
         # Operations without bytes are in the first column.
         first = {op: {sizes[0]: found[0], **found} if 0 in found else found for op, found in by_op.items()}
+        header = ("operation", *map(named, sizes))
         rows = [(op, *(found.get(size, "") for size in sizes)) for op, found in first.items()]
-        return [table(("operation", *map(named, sizes)), rows)]
+        return plotted(header, rows, AXES[what], even=what != "seconds")
+
+
+AXES = {
+    "seconds": "time of a call on ref, in µs",
+    "limit": "time on ref / limit (1 = no overhead)",
+    "gloo": "time on Gloo / time on ref",
+    "mpich": "time on MPICH / time on ref",
+    "openmpi": "time on Open MPI / time on ref",
+}
+"""Titles of the axes of plots."""
+
+
+def plotted(header: tuple[str, ...], rows: list[tuple[str, ...]], axis: str, *, even: bool) -> list[nodes.Node]:
+    """Return a table as a plot, with the table below it, folded.
+
+    Columns in which every figure can be drawn are series; the text of the columns before them names the rows.
+    """
+    named_by = next(at for at in range(len(header)) if all(span(row[at]) for row in rows if row[at]))
+    shown = [(", ".join(row[:named_by]), [span(cell) for cell in row[named_by:]]) for row in rows]
+    drawing = f'<div class="drawing plot">{marks(shown, header[named_by:], axis, even)}</div>'
+    begin = f'{drawing}<details class="figures"><summary>Figures: {escape(axis)}</summary>'
+    return [nodes.raw("", begin, format="html"), table(header, rows), nodes.raw("", "</details>", format="html")]
 
 
 def column(cell: dict[str, Any]) -> int:

@@ -1,12 +1,13 @@
 "use strict";
 // Player of schedules. The data are those of docs/_ext/schedule_data.py: JSON in the page for what
 // is shown first, and one file for each operation with all its algorithms on 2 to 16 ranks.
+// Times and the load of links are those of the clock in schedules.js.
 // Do not add here: anything that knows an algorithm.
 (() => {
   const BUFFERS = ["data", "in", "out", "tmp"], WIDTH = 8;
   const MIN_CELL = 20, MAX_CELL = 150, HEIGHT = 26, LINE = 29, GAP = 8, NAME = 74, TOP = 22;
   const ROUND_MS = 1100, PAUSE_MS = 450, REPEAT_MS = 2600;
-  const data = {}, waiting = {};
+  const { simulate, seconds, bytes } = torchdistSchedules;
   const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
   const key = (rank, buffer, slot) => `${rank}.${buffer}.${slot}`;
   const numbers = (slot) => slot.split(".").map(Number);
@@ -88,7 +89,7 @@
       on("round", "input", (event) => this.go(Number(event.target.value)));
       const choose = () => ((this.part("algorithm").value = ""), this.select());
       for (const role of ["ranks", "size", "network"]) on(role, "change", choose);
-      on("algorithm", "change", () => this.select());
+      for (const role of ["algorithm", "links"]) on(role, "change", () => this.select());
       on("text", "toggle", () => this.write());
       this.root.addEventListener("keydown", (event) => this.pressed(event));
     }
@@ -111,30 +112,30 @@
 
     // Show what the controls say; load the operation's file if the page does not have it.
     select() {
-      const { operation, sizes } = this.own, world = this.part("ranks").value;
-      const known = (data[operation] || this.own).worlds[world];
-      const size = sizes.indexOf(Number(this.part("size").value));
-      const chosen = known?.chosen[this.part("network").value][size];
-      const named = this.part("algorithm").value || chosen;
-      if (known?.schedules[named]) {
-        this.part("algorithm").options[0].textContent = `chosen: ${chosen}`;
-        return this.show(known.schedules[named], named);
+      const { operation, links } = this.own, world = this.part("ranks").value;
+      const known = (torchdistSchedules.of(operation) || this.own).worlds[world];
+      const network = this.part("network").value, size = Number(this.part("size").value);
+      const chosen = known && torchdistSchedules.chosen(known.chosen[network], size);
+      const named = this.part("algorithm").value || chosen, schedule = known?.schedules[named];
+      if (!schedule) {
+        const { source } = this.root.dataset;
+        return torchdistSchedules.load(operation, source, () => this.select());
       }
-      (waiting[operation] ||= []).push(this);
-      const src = this.root.dataset.source;
-      if (waiting[operation].length === 1)
-        document.head.append(Object.assign(document.createElement("script"), { src }));
+      this.part("algorithm").options[0].textContent = `chosen: ${chosen}`;
+      const clock = simulate(schedule, size, links[this.part("links").value], known.hosts[network]);
+      this.show(schedule, named, [], clock);
     }
 
     // Show a schedule; `wrong` lists slots to mark, each with the round from which on (0: the end).
-    show(schedule, name, wrong = []) {
-      Object.assign(this, { schedule, name, wrong, world: schedule.before.length });
+    show(schedule, name, wrong = [], clock = undefined) {
+      Object.assign(this, { schedule, name, wrong, clock, world: schedule.before.length });
       const [steps, messages, sent, , reduced] = schedule.cost;
       const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-      const bytes = sent === "0" ? "" : `; the busiest rank sends ${sent} m`;
-      const sums = reduced === "0" ? "" : `; one reduces ${reduced} m`;
+      const most = sent === "0" ? "" : `; sent by one rank at most: ${sent} m`;
+      const sums = reduced === "0" ? "" : `; reduced: ${reduced} m`;
       const counts = `${many(steps, "step")}, ${many(messages, "message")}`;
-      this.summary = `${name}: ${counts}${bytes}${sums}.`;
+      const took = clock ? ` Simulated time: ${seconds(clock.total.t)}.` : "";
+      this.summary = `${name}: ${counts}${most}${sums}.${took}`;
       this.part("round").max = schedule.rounds.length;
       this.go(0, this.playing);
       this.write();
@@ -146,6 +147,7 @@
         const row = document.createElement("tr");
         row.insertCell().textContent = n + 1;
         row.insertCell().textContent = text(packed).join(" · ");
+        if (this.clock) row.insertCell().textContent = seconds(this.clock.ends[n].t);
         return row;
       }));
     }
@@ -247,7 +249,20 @@
       if (!this.round) return `Before round 1 of ${count}. ${this.summary}`;
       const sent = text(this.schedule.rounds[this.round - 1]), more = sent.length - 4;
       const rest = more > 0 ? `; and ${more} more` : "";
-      return `Round ${this.round} of ${count}. ${sent.slice(0, 4).join("; ")}${rest}.`;
+      return `Round ${this.round} of ${count}. ${sent.slice(0, 4).join("; ")}${rest}.${this.timed()}`;
+    }
+
+    // The clock after this round, and the link that has carried most until then.
+    timed() {
+      if (!this.clock) return "";
+      const { ends, loads, rates, total } = this.clock, now = ends[this.round - 1].t;
+      const time = ` Simulated time: ${seconds(now)} of ${seconds(total.t)}.`;
+      const [link, most] = Object.entries(loads[this.round - 1])
+        .reduce((one, other) => (other[1] > one[1] ? other : one), ["", 0]);
+      if (!most) return time;
+      const rate = link.startsWith("card") ? rates.beta : rates.local_beta;
+      const busy = Math.round((100 * most * rate) / now);
+      return `${time} Busiest link: ${link}, ${bytes(most)} so far, moving bytes ${busy} % of the time.`;
     }
 
     atEnd() {
@@ -324,13 +339,7 @@
     }
   }
 
-  window.torchdistPlayer = {
-    register(operation, found) {
-      data[operation] = found;
-      for (const player of waiting[operation] || []) player.select();
-    },
-    make: (root) => new Player(root),
-  };
+  window.torchdistPlayer = { make: (root) => new Player(root) };
   for (const root of document.querySelectorAll(".player[data-source]"))
     root.player = new Player(root);
 })();

@@ -87,3 +87,10 @@ def test_one_processor_does_one_thing_at_a_time() -> None:
     assert simulate(exchange, 4, both).total == 1 + 2 + 1
     # Rank 1 sends; then rank 0 reduces, and sends.
     assert simulate(exchange, 4, one).total == (2 + 1) + 1 + (2 + 1) + 1
+
+
+def test_a_rank_that_is_free_while_it_waits_completes_a_round_only_when_its_bytes_are_there() -> None:
+    one = Network(alpha=8.0, beta=0.5, overlap=False)
+    assert simulate(build("broadcast", "direct", 2), 4, one).total == 8 + 4 * 0.5
+    # Each rank of the chain passes on in the next round what arrived in the one before.
+    assert simulate(build("broadcast", "tree", 4), 4, one).total == 2 * (8 + 4 * 0.5)

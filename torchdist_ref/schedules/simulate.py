@@ -145,14 +145,14 @@ class _Clock:
         """Advance the times by the messages of one round."""
         # Only ranks that take part are touched: a chain has as many rounds as ranks, and two busy ranks in each.
         self.sending = _Until(self.ready)
-        self.receiving, self.working = self.sending, self.sending
+        self.receiving, self.working, self.arriving = self.sending, self.sending, _Until(self.ready)
         if self.network.overlap:
             self.receiving, self.working = _Until(self.ready), _Until(self.ready)
         for message in self._in_order(messages(moves)):
             nbytes, label = message.slots * self.slot, message.label
             arrived = self._transfer(message, nbytes, label)
             self._reduce(message, arrived, label)
-        for times in (self.sending, self.receiving, self.working):
+        for times in (self.sending, self.receiving, self.working, self.arriving):
             for rank, time in times.items():
                 self.ready[rank] = max(self.ready[rank], time)
 
@@ -181,6 +181,8 @@ class _Clock:
             self.sending[src] = end if self.network.overlap else end - self.network.alpha
             self._record(message.src, "send", start, end, message.dst, nbytes, label)
         self.receiving[dst] = self.sending[src] if far else end
+        # Without overlap a processor is free while it waits alpha seconds, but its round lasts until the bytes are there.
+        self.arriving[dst] = max(self.arriving[dst], end)
         self._record(message.dst, "recv", start, end, message.src, nbytes, label)
         return end
 

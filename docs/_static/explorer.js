@@ -1,0 +1,245 @@
+"use strict";
+// Cost explorer: the time of every algorithm of an operation by size, on a network, with recorded
+// runs beside it. Every number is a run of the clock in schedules.js on the player's schedules.
+// Do not add here: formulas, or anything that knows an algorithm.
+(() => {
+  const { simulate, parts, seconds, bytes, digits } = torchdistSchedules;
+  const HEIGHT = 330, LEFT = 62, RIGHT = 10, TOP = 22, FOOT = 46, POWERS = [2, 32];
+  const UNITS = { B: 1, kB: 1e3, MB: 1e6, GB: 1e9, KiB: 1 << 10, MiB: 1 << 20, GiB: 2 ** 30 };
+  const NAMES = { alpha: "messages", beta: "between hosts", local_alpha: "messages within the host",
+    local_beta: "within the host", gamma: "reduced", copy: "copied" };
+  const LIBRARIES = { ref: "ref", gloo: "Gloo", mpich: "MPICH", openmpi: "Open MPI" };
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2"];
+  const COLORS = ["c0", "c1", "c2", "c3", "c4"]; // Names in full: the site's sheet keeps no other.
+  const SVG = "http://www.w3.org/2000/svg";
+
+  function svg(name, attributes, parent, text) {
+    const made = document.createElementNS(SVG, name);
+    for (const [k, v] of Object.entries(attributes)) made.setAttribute(k, v);
+    if (text !== undefined) made.textContent = text;
+    parent?.append(made);
+    return made;
+  }
+
+  function binary(size) {
+    const [unit, name] = [[2 ** 30, "GiB"], [1 << 20, "MiB"], [1 << 10, "KiB"], [1, "B"]]
+      .find(([least]) => size >= least);
+    return `${size / unit} ${name}`;
+  }
+
+  class Explorer {
+    constructor(root) {
+      Object.assign(this, { root, own: JSON.parse(root.querySelector("script").textContent) });
+      this.part = (role) => root.querySelector(`[data-role="${role}"]`);
+      for (const role of ["operation", "ranks", "network", "links", "size", "unit", "show"])
+        this.part(role).addEventListener("input", () => this.select());
+      this.part("runs").addEventListener("click", () => this.showRuns());
+      this.part("plot").addEventListener("click", (event) => this.clicked(event));
+      this.part("table").addEventListener("pointerover", (event) => this.light(event));
+      this.part("table").addEventListener("pointerleave", () => this.light());
+      let width = this.part("plot").clientWidth;
+      new ResizeObserver(() => {
+        if (this.times && width !== this.part("plot").clientWidth) this.draw();
+        width = this.part("plot").clientWidth;
+      }).observe(this.part("plot"));
+      this.select();
+    }
+
+    // Read the choices, and show them; load the operation's file if the page does not have it.
+    select() {
+      const operation = this.part("operation").value, world = this.part("ranks").value;
+      const own = this.own.operation === operation && this.own.worlds[world] ? this.own : undefined;
+      const found = torchdistSchedules.of(operation) || own;
+      if (!found) {
+        const src = `${this.root.dataset.folder}${operation}.js`;
+        return torchdistSchedules.load(operation, src, () => this.select());
+      }
+      const network = this.part("network").value, links = this.part("links").value;
+      const size = Number(this.part("size").value) * UNITS[this.part("unit").value];
+      Object.assign(this, { operation, found, network, links, world: Number(world) });
+      this.size = Math.min(2 ** POWERS[1], Math.max(1, size || 1));
+      this.known = found.worlds[world];
+      this.hosts = this.known.hosts[network];
+      this.bus = found.bus[world];
+      if (this.bus === null) this.part("show").value = "time";
+      // Schedules of two hosts: on other networks they are another algorithm, or not for them.
+      const fits = (name) => name !== "hierarchical" || (network === "two hosts" && this.world > 2);
+      this.names = Object.keys(this.known.schedules).filter(fits);
+      this.times = this.names.map((name) => this.sizes().map((at) => this.time(name, at)));
+      this.draw();
+      this.write();
+    }
+
+    sizes() {
+      return Array.from({ length: POWERS[1] - POWERS[0] + 1 }, (_, n) => 2 ** (n + POWERS[0]));
+    }
+
+    run(name, size) {
+      return simulate(this.known.schedules[name], size, this.own.links[this.links], this.hosts);
+    }
+
+    time(name, size) {
+      return this.run(name, size).total.t;
+    }
+
+    fastest(size) {
+      const times = this.names.map((name) => this.time(name, size));
+      return this.names[times.indexOf(Math.min(...times))];
+    }
+
+    // Sizes from which on another algorithm is the fastest: bisected between two points of the plot.
+    crossovers() {
+      const found = [{ from: 0, name: this.fastest(2 ** POWERS[0]) }];
+      for (const end of this.sizes().slice(1)) {
+        const until = this.fastest(end);
+        while (found.at(-1).name !== until) {
+          let [low, high] = [Math.max(end / 2, found.at(-1).from), end];
+          const before = found.at(-1).name;
+          while (high / low > 1.0001)
+            [low, high] = this.fastest((low + high) / 2) === before
+              ? [(low + high) / 2, high] : [low, (low + high) / 2];
+          found.push({ from: high, name: this.fastest(high) });
+          if (found.length > 40) return found;
+        }
+      }
+      return found;
+    }
+
+    // What is drawn of a time: itself, or the bytes that a bus would need to carry in it.
+    value(size, time) {
+      return this.part("show").value === "bus" ? (size / time) * this.bus : time;
+    }
+
+    runs() {
+      const measured = this.links === this.own.measured && this.world === 2;
+      return measured ? this.found.recorded[this.network === "one host" ? "one host" : "two hosts"] : [];
+    }
+
+    showRuns() {
+      this.part("ranks").value = 2;
+      this.part("links").value = this.own.measured;
+      this.select();
+    }
+
+    clicked(event) {
+      const box = this.part("plot").getBoundingClientRect();
+      const share = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
+      const power = Math.round(POWERS[0] + share * (POWERS[1] - POWERS[0]));
+      const size = 2 ** Math.min(POWERS[1], Math.max(POWERS[0], power));
+      const [unit] = Object.entries(UNITS).filter(([name, least]) =>
+        (name === "B" || name.includes("i")) && size >= least).at(-1);
+      this.part("unit").value = unit;
+      this.part("size").value = size / UNITS[unit];
+      this.select();
+    }
+
+    light(event) {
+      const row = event?.target.closest("tr[data-name]")?.dataset.name;
+      for (const line of this.part("plot").querySelectorAll(".curve"))
+        line.classList.toggle("dim", row !== undefined && line.dataset.name !== row);
+    }
+
+    style(name) {
+      const at = this.found.algorithms.indexOf(name);
+      const dash = DASHES[(at + Math.floor(at / 5)) % DASHES.length];
+      return { class: `curve ${COLORS[at % 5]}`, "stroke-dasharray": dash, "data-name": name,
+        "stroke-width": at < 5 ? 2 : 3 };
+    }
+
+    draw() {
+      const width = this.part("plot").clientWidth, bus = this.part("show").value === "bus";
+      const runs = this.runs(), sizes = this.sizes();
+      const values = this.times.map((list) => list.map((time, n) => this.value(sizes[n], time)));
+      const dots = runs.flatMap((row) => Object.keys(LIBRARIES).filter((name) => row[name])
+        .map((name) => [name, row.bytes, this.value(row.bytes, row[name])]));
+      const every = [...values.flat(), ...dots.map((dot) => dot[2])];
+      const [low, high] = [Math.floor(Math.log10(Math.min(...every))), Math.ceil(Math.log10(Math.max(...every)))];
+      const x = (size) => LEFT + (Math.log2(size) - POWERS[0]) / (POWERS[1] - POWERS[0]) * (width - LEFT - RIGHT);
+      const bottom = HEIGHT - FOOT;
+      const y = (value) => TOP + (high - Math.log10(value)) / (high - low) * (bottom - TOP);
+      const what = bus ? "Bus bandwidth" : "Time";
+      const label = `${what} of ${this.operation} by size, one line an algorithm. The table below has the numbers.`;
+      const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": label });
+      const ticks = [];
+      for (let power = low; power <= high; power++) ticks.push(10 ** power);
+      for (const tick of ticks) {
+        svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }, picture);
+        const words = bus ? `${bytes(tick)}/s` : seconds(tick);
+        svg("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, picture, words);
+      }
+      for (let power = 2, last = -99; power <= POWERS[1]; power += 4) {
+        if (x(2 ** power) - last < 62) continue;
+        last = x(2 ** power);
+        svg("line", { class: "grid", x1: last, x2: last, y1: TOP, y2: bottom }, picture);
+        const anchor = power === 2 ? "start" : last > width - 40 ? "end" : "middle";
+        svg("text", { x: last, y: bottom + 16, "text-anchor": anchor }, picture, binary(2 ** power));
+      }
+      svg("text", { class: "axis", x: 0, y: 12 }, picture, bus ? "bus bandwidth" : "time of a call");
+      const axis = { class: "axis", x: width - RIGHT, y: HEIGHT - 8, "text-anchor": "end" };
+      svg("text", axis, picture, "size m of the whole buffer");
+      const rule = { class: "rule", x1: x(this.size), x2: x(this.size), y1: TOP, y2: bottom };
+      if (this.size >= 2 ** POWERS[0]) svg("line", rule, picture);
+      this.names.forEach((name, n) => {
+        const points = values[n].map((value, at) => `${x(sizes[at]).toFixed(1)},${y(value).toFixed(1)}`);
+        svg("polyline", { ...this.style(name), points: points.join(" ") }, picture);
+      });
+      for (const [name, size, value] of dots) this.mark(picture, name, x(size), y(value));
+      this.part("plot").replaceChildren(picture);
+    }
+
+    mark(parent, name, x, y) {
+      const shapes = { gloo: "-4,-4 4,-4 4,4 -4,4", mpich: "0,-5 5,4 -5,4", openmpi: "0,-5 5,0 0,5 -5,0" };
+      const place = { class: "run", transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` };
+      if (name === "ref") return svg("circle", { ...place, r: 4.5 }, parent);
+      return svg("polygon", { ...place, points: shapes[name] }, parent);
+    }
+
+    // The path of the last byte, as a sum: "14 × 9.6 µs (messages) + 1.75 GB ÷ 12.5 GB/s …".
+    sum(run) {
+      const { overhead } = this.own.links[this.links], found = parts(run.total);
+      const terms = overhead ? [`${seconds(overhead)} (the call)`] : [];
+      for (const [part, name] of Object.entries(NAMES)) {
+        const count = found[part], rate = run.rates[part];
+        if (!count || !rate) continue;
+        const term = part.endsWith("alpha") ? `${count} × ${seconds(rate)}` : `${bytes(count)} ÷ ${bytes(1 / rate)}/s`;
+        terms.push(`${term} (${name})`);
+      }
+      return terms.join(" + ") || "0";
+    }
+
+    write() {
+      const runs = Object.fromEntries(this.names.map((name) => [name, this.run(name, this.size)]));
+      const order = [...this.names].sort((a, b) => runs[a].total.t - runs[b].total.t);
+      const chosen = torchdistSchedules.chosen(this.known.chosen[this.network], this.size);
+      this.part("table").replaceChildren(...order.map((name) => {
+        const row = document.createElement("tr"), time = runs[name].total.t;
+        row.dataset.name = name;
+        const head = Object.assign(document.createElement("th"), { scope: "row" });
+        const key = svg("svg", { class: "key", width: 28, height: 10, "aria-hidden": "true" }, head);
+        svg("line", { ...this.style(name), x1: 0, x2: 28, y1: 5, y2: 5 }, key);
+        head.append(` ${name}${name === chosen ? " (chosen)" : ""}`);
+        const bus = this.bus === null ? "" : `${bytes((this.size / time) * this.bus)}/s`;
+        row.append(head);
+        for (const text of [seconds(time), bus, this.sum(runs[name])]) row.insertCell().textContent = text;
+        return row;
+      }));
+      const best = order[0], where = `${this.world} ranks, ${this.network}, ${this.links}`;
+      const took = seconds(runs[best].total.t);
+      this.part("answer").textContent = this.bus === null
+        ? `${this.operation}, ${where}: ${took} by ${best}.`
+        : `${this.operation} of ${bytes(this.size)}, ${where}: ${took} by ${best}.`;
+      this.part("sum").textContent = `${took} = ${this.sum(runs[best])}.`;
+      this.part("crossovers").textContent = this.bus === null ? "" : this.crossings();
+      const shown = this.runs().length > 0;
+      this.part("legend").hidden = !shown;
+      this.part("runs").hidden = shown || !this.found.recorded["one host"].length;
+    }
+
+    crossings() {
+      const found = this.crossovers().map(({ from, name }) => (from ? `${name} from ${bytes(from)}` : name));
+      return `Fastest by size: ${found.join(", ")}.`;
+    }
+  }
+
+  for (const root of document.querySelectorAll(".explorer")) root.explorer = new Explorer(root);
+})();
