@@ -162,8 +162,8 @@ class SplitsDirective(Directive):
         splits = [[int(size) for size in row.split()] for row in self.arguments[0].split("/")]
         drawing = f'<div class="drawing">{splits_picture(splits)}</div>'
         text = (
-            "all_to_all_single on 4 ranks with split sizes: the rows that each rank has. A line separates the parts for "
-            "ranks 0, 1, 2, 3 before the call, and the parts from them after it."
+            "all_to_all_single on 4 ranks with split sizes: the rows that each rank holds. A line separates the parts "
+            "for ranks 0, 1, 2, 3 before the call, and the parts from them after it."
         )
         return [nodes.figure("", nodes.raw("", drawing, format="html"), nodes.caption("", text), classes=["drawn"])]
 

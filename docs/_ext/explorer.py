@@ -81,7 +81,8 @@ def markup(operation: str, folder: str, world: int, network: str, links: str, si
 <p><button type="button" class="btn btn-sm btn-primary" data-role="runs" hidden>Show recorded runs</button></p>
 <noscript><p>Other choices and the plot need JavaScript.</p></noscript>
 <div class="player-table" tabindex="0" role="region" aria-label="Algorithms"><table class="table"><thead><tr>
-<th scope="col">algorithm</th><th scope="col">time</th><th scope="col">bus bandwidth</th><th scope="col">longest path</th>
+<th scope="col">algorithm</th><th scope="col">time</th><th scope="col">bus bandwidth</th>
+<th scope="col">longest path</th>
 </tr></thead><tbody data-role="table">{rows}</tbody></table></div>
 <script type="application/json">{json.dumps(own, separators=(",", ":"))}</script>
 </div>

@@ -70,6 +70,7 @@ def markup(
     found = schedule_data.schedule(operation, named, world)
     counted = f"{len(found.rounds)} round" + "s" * (len(found.rounds) != 1)
     play = " data-autoplay" if autoplay else ""
+    clock = cost_data.network(cost_data.MEASURED, shown["hosts"][network])
     # The height of what is drawn first, so that nothing below moves when the script draws it.
     height = 22 + world * 37
     return f"""<div class="player" role="group" aria-label="Player: {operation}" data-source="{source}"{play}>
@@ -83,7 +84,7 @@ def markup(
 <details class="player-text" data-role="text"><summary>The same rounds as text</summary>
 <div class="player-table" tabindex="0"><table class="table"><thead><tr><th>round</th><th>messages</th>
 <th>simulated time</th></tr></thead>
-<tbody data-role="rounds">{rows(found, size, cost_data.network(cost_data.MEASURED, shown["hosts"][network]))}</tbody></table></div></details>
+<tbody data-role="rounds">{rows(found, size, clock)}</tbody></table></div></details>
 <script type="application/json">{json.dumps(own, separators=(",", ":"))}</script>
 </div>
 """

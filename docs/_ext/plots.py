@@ -80,6 +80,7 @@ def marks(rows: Sequence[tuple[str, Sequence[Span | None]]], series: Sequence[st
         for at, line in enumerate(words):
             parts.append(f"<text class='row' x='4' y='{top + 13 + 14 * at}'>{escape(line)}</text>")
         middle = top + 14 * len(words) + 12
+        parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{middle}' y2='{middle}'/>")
         for kind, cell in enumerate(cells):
             if cell:
                 first, last = x(cell[0]) if cell[0] else float(LEFT), x(cell[1])

@@ -1,4 +1,4 @@
-"""Schedules as JSON for the player and the cost explorer: every algorithm of an operation on 2 to 16 ranks, and choices.
+"""Schedules as JSON for the player and the cost explorer: the algorithms of an operation on 2 to 16 ranks, and choices.
 
 A round is one list of integers, eight for each run of moves: source, destination, buffer and slot that are read,
 buffer and slot that are written, length, and 1 for a reduction. `unpack` is the inverse, which the tests use.

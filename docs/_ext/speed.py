@@ -99,8 +99,10 @@ def plotted(header: tuple[str, ...], rows: list[tuple[str, ...]], axis: str, *, 
 
     Columns in which every figure can be drawn are series; the text of the columns before them names the rows.
     """
-    named_by = next(at for at in range(len(header)) if all(span(row[at]) for row in rows if row[at]))
-    shown = [(", ".join(row[:named_by]), [span(cell) for cell in row[named_by:]]) for row in rows]
+    named_by = next(at for at in range(1, len(header)) if all(span(row[at]) for row in rows if row[at]))
+    # A row that has a number for a name needs to say of what.
+    names = [", ".join(row[:named_by]) if span(row[0]) is None else f"{header[0]}: {row[0]}" for row in rows]
+    shown = [(name, [span(cell) for cell in row[named_by:]]) for name, row in zip(names, rows, strict=True)]
     drawing = f'<div class="drawing plot">{marks(shown, header[named_by:], axis, even)}</div>'
     begin = f'{drawing}<details class="figures"><summary>Figures: {escape(axis)}</summary>'
     return [nodes.raw("", begin, format="html"), table(header, rows), nodes.raw("", "</details>", format="html")]

@@ -87,7 +87,7 @@
       return this.names[times.indexOf(Math.min(...times))];
     }
 
-    // Sizes from which on another algorithm is the fastest: bisected between two points of the plot.
+    // Sizes from which on another algorithm is the fastest, bisected between points of the plot.
     crossovers() {
       const found = [{ from: 0, name: this.fastest(2 ** POWERS[0]) }];
       for (const end of this.sizes().slice(1)) {
@@ -111,8 +111,8 @@
     }
 
     runs() {
-      const measured = this.links === this.own.measured && this.world === 2;
-      return measured ? this.found.recorded[this.network === "one host" ? "one host" : "two hosts"] : [];
+      if (this.links !== this.own.measured || this.world !== 2) return [];
+      return this.found.recorded[this.network === "one host" ? "one host" : "two hosts"];
     }
 
     showRuns() {
@@ -126,10 +126,7 @@
       const share = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
       const power = Math.round(POWERS[0] + share * (POWERS[1] - POWERS[0]));
       const size = 2 ** Math.min(POWERS[1], Math.max(POWERS[0], power));
-      const [unit] = Object.entries(UNITS).filter(([name, least]) =>
-        (name === "B" || name.includes("i")) && size >= least).at(-1);
-      this.part("unit").value = unit;
-      this.part("size").value = size / UNITS[unit];
+      [this.part("size").value, this.part("unit").value] = binary(size).split(" ");
       this.select();
     }
 
@@ -142,8 +139,8 @@
     style(name) {
       const at = this.found.algorithms.indexOf(name);
       const dash = DASHES[(at + Math.floor(at / 5)) % DASHES.length];
-      return { class: `curve ${COLORS[at % 5]}`, "stroke-dasharray": dash, "data-name": name,
-        "stroke-width": at < 5 ? 2 : 3 };
+      const line = { "stroke-dasharray": dash, "stroke-width": at < 5 ? 2 : 3 };
+      return { ...line, class: `curve ${COLORS[at % 5]}`, "data-name": name };
     }
 
     draw() {
@@ -153,17 +150,20 @@
       const dots = runs.flatMap((row) => Object.keys(LIBRARIES).filter((name) => row[name])
         .map((name) => [name, row.bytes, this.value(row.bytes, row[name])]));
       const every = [...values.flat(), ...dots.map((dot) => dot[2])];
-      const [low, high] = [Math.floor(Math.log10(Math.min(...every))), Math.ceil(Math.log10(Math.max(...every)))];
-      const x = (size) => LEFT + (Math.log2(size) - POWERS[0]) / (POWERS[1] - POWERS[0]) * (width - LEFT - RIGHT);
+      const low = Math.floor(Math.log10(Math.min(...every)));
+      const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...every))));
+      const wide = (width - LEFT - RIGHT) / (POWERS[1] - POWERS[0]);
+      const x = (size) => LEFT + (Math.log2(size) - POWERS[0]) * wide;
       const bottom = HEIGHT - FOOT;
       const y = (value) => TOP + (high - Math.log10(value)) / (high - low) * (bottom - TOP);
       const what = bus ? "Bus bandwidth" : "Time";
-      const label = `${what} of ${this.operation} by size, one line an algorithm. The table below has the numbers.`;
+      const label = `${what} of ${this.operation} by size. The table below has the numbers.`;
       const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": label });
       const ticks = [];
       for (let power = low; power <= high; power++) ticks.push(10 ** power);
       for (const tick of ticks) {
-        svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }, picture);
+        const across = { x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) };
+        svg("line", { class: "grid", ...across }, picture);
         const words = bus ? `${bytes(tick)}/s` : seconds(tick);
         svg("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, picture, words);
       }
@@ -172,15 +172,18 @@
         last = x(2 ** power);
         svg("line", { class: "grid", x1: last, x2: last, y1: TOP, y2: bottom }, picture);
         const anchor = power === 2 ? "start" : last > width - 40 ? "end" : "middle";
-        svg("text", { x: last, y: bottom + 16, "text-anchor": anchor }, picture, binary(2 ** power));
+        const place = { x: last, y: bottom + 16, "text-anchor": anchor };
+        svg("text", place, picture, binary(2 ** power));
       }
-      svg("text", { class: "axis", x: 0, y: 12 }, picture, bus ? "bus bandwidth" : "time of a call");
+      const title = bus ? "bus bandwidth" : "time of a call";
+      svg("text", { class: "axis", x: 0, y: 12 }, picture, title);
       const axis = { class: "axis", x: width - RIGHT, y: HEIGHT - 8, "text-anchor": "end" };
       svg("text", axis, picture, "size m of the whole buffer");
       const rule = { class: "rule", x1: x(this.size), x2: x(this.size), y1: TOP, y2: bottom };
       if (this.size >= 2 ** POWERS[0]) svg("line", rule, picture);
       this.names.forEach((name, n) => {
-        const points = values[n].map((value, at) => `${x(sizes[at]).toFixed(1)},${y(value).toFixed(1)}`);
+        const point = (value, at) => `${x(sizes[at]).toFixed(1)},${y(value).toFixed(1)}`;
+        const points = values[n].map(point);
         svg("polyline", { ...this.style(name), points: points.join(" ") }, picture);
       });
       for (const [name, size, value] of dots) this.mark(picture, name, x(size), y(value));
@@ -188,7 +191,8 @@
     }
 
     mark(parent, name, x, y) {
-      const shapes = { gloo: "-4,-4 4,-4 4,4 -4,4", mpich: "0,-5 5,4 -5,4", openmpi: "0,-5 5,0 0,5 -5,0" };
+      const corners = { gloo: "-4,-4 4,-4 4,4 -4,4", mpich: "0,-5 5,4 -5,4" };
+      const shapes = { ...corners, openmpi: "0,-5 5,0 0,5 -5,0" };
       const place = { class: "run", transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` };
       if (name === "ref") return svg("circle", { ...place, r: 4.5 }, parent);
       return svg("polygon", { ...place, points: shapes[name] }, parent);
@@ -201,8 +205,9 @@
       for (const [part, name] of Object.entries(NAMES)) {
         const count = found[part], rate = run.rates[part];
         if (!count || !rate) continue;
-        const term = part.endsWith("alpha") ? `${count} × ${seconds(rate)}` : `${bytes(count)} ÷ ${bytes(1 / rate)}/s`;
-        terms.push(`${term} (${name})`);
+        const counted = `${count} × ${seconds(rate)}`;
+        const moved = `${bytes(count)} ÷ ${bytes(1 / rate)}/s`;
+        terms.push(`${part.endsWith("alpha") ? counted : moved} (${name})`);
       }
       return terms.join(" + ") || "0";
     }
@@ -215,12 +220,14 @@
         const row = document.createElement("tr"), time = runs[name].total.t;
         row.dataset.name = name;
         const head = Object.assign(document.createElement("th"), { scope: "row" });
-        const key = svg("svg", { class: "key", width: 28, height: 10, "aria-hidden": "true" }, head);
+        const size = { width: 28, height: 10, "aria-hidden": "true" };
+        const key = svg("svg", { class: "key", ...size }, head);
         svg("line", { ...this.style(name), x1: 0, x2: 28, y1: 5, y2: 5 }, key);
         head.append(` ${name}${name === chosen ? " (chosen)" : ""}`);
         const bus = this.bus === null ? "" : `${bytes((this.size / time) * this.bus)}/s`;
         row.append(head);
-        for (const text of [seconds(time), bus, this.sum(runs[name])]) row.insertCell().textContent = text;
+        const cells = [seconds(time), bus, this.sum(runs[name])];
+        for (const text of cells) row.insertCell().textContent = text;
         return row;
       }));
       const best = order[0], where = `${this.world} ranks, ${this.network}, ${this.links}`;
@@ -236,8 +243,8 @@
     }
 
     crossings() {
-      const found = this.crossovers().map(({ from, name }) => (from ? `${name} from ${bytes(from)}` : name));
-      return `Fastest by size: ${found.join(", ")}.`;
+      const words = ({ from, name }) => (from ? `${name} from ${bytes(from)}` : name);
+      return `Fastest by size: ${this.crossovers().map(words).join(", ")}.`;
     }
   }
 

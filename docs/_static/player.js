@@ -249,7 +249,8 @@
       if (!this.round) return `Before round 1 of ${count}. ${this.summary}`;
       const sent = text(this.schedule.rounds[this.round - 1]), more = sent.length - 4;
       const rest = more > 0 ? `; and ${more} more` : "";
-      return `Round ${this.round} of ${count}. ${sent.slice(0, 4).join("; ")}${rest}.${this.timed()}`;
+      const listed = `${sent.slice(0, 4).join("; ")}${rest}.${this.timed()}`;
+      return `Round ${this.round} of ${count}. ${listed}`;
     }
 
     // The clock after this round, and the link that has carried most until then.
@@ -262,7 +263,8 @@
       if (!most) return time;
       const rate = link.startsWith("card") ? rates.beta : rates.local_beta;
       const busy = Math.round((100 * most * rate) / now);
-      return `${time} Busiest link: ${link}, ${bytes(most)} so far, moving bytes ${busy} % of the time.`;
+      const load = `${bytes(most)} so far, moving bytes ${busy} % of the time`;
+      return `${time} Busiest link: ${link}, ${load}.`;
     }
 
     atEnd() {

@@ -71,12 +71,14 @@
           receiving[dst] = sending[src];
         }
         if (src !== dst) {
-          const link = here === there ? `rank ${src} → rank ${dst}` : `card of host ${here}, sending`;
+          const card = here !== there && `card of host ${here}, sending`;
+          const link = card || `rank ${src} → rank ${dst}`;
           load[link] = (load[link] || 0) + size;
           arriving[dst] = later(arriving[dst], arrived);
         }
         const sum = reduced * slot;
-        if (reduced) working[dst] = after(later(arrived, working[dst]), sum * gamma, "gamma", sum);
+        const start = later(arrived, working[dst]);
+        if (reduced) working[dst] = after(start, sum * gamma, "gamma", sum);
         else if (src === dst) receiving[dst] = after(arrived, size * copy, "copy", size);
       }
       const times = [sending, receiving, working, arriving];

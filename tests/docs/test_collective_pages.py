@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import collective_pages
 import collective_pictures
+import cost_data
 import player
 import pytest
 import schedule_data
@@ -17,8 +19,8 @@ import workbench_run
 from tests.docs import pages
 from torchdist_ref import schedules
 from torchdist_ref.schedules.schedule import messages
+from torchdist_ref.testing import run
 
-SCRIPT = pages.DOCS / "_static" / "player.js"
 PAGES = collective_pages.sources()
 
 
@@ -34,9 +36,12 @@ def test_the_player_has_every_move_of_every_schedule(operation: str) -> None:
 
 def test_the_choices_are_those_of_choose() -> None:
     found = schedule_data.of_operation("all_reduce")["worlds"][4]["chosen"]
-    assert found["one host"][0] == schedules.choose("all_reduce", 4, 4, hosts=(0, 0, 0, 0))
-    assert found["two hosts"][0] == "hierarchical"
-    assert found["one host per rank"][-1] == schedules.choose("all_reduce", 4, 1 << 27, transport="tcp")
+    assert found["two hosts"] == [(None, "hierarchical")]
+    for network, rows in found.items():
+        hosts = schedule_data.hosts(network, 4)
+        for size in (1, 4, 65536, 65537, 262144, 262145, 1 << 20, (1 << 20) + 1, 1 << 27):
+            row = next(name for limit, name in rows if limit is None or size <= limit)
+            assert row == schedules.choose("all_reduce", 4, size, hosts=hosts)
 
 
 def test_the_table_without_a_script_lists_the_messages() -> None:
@@ -44,15 +49,18 @@ def test_the_table_without_a_script_lists_the_messages() -> None:
     schedule = schedules.build("all_reduce", schedules.choose("all_reduce", 4, 1 << 20), 4)
     for number, moves in enumerate(schedule.rounds, 1):
         assert f"<tr><td>{number}</td><td>" in shown
+        end = player.ends(schedule, number, 1 << 20, cost_data.network(cost_data.MEASURED, (0,) * 4))
+        assert f"</td><td>{collective_pictures.seconds(end)}</td></tr>" in shown
         assert all(f"{part.src} → {part.dst}: {part.label}" in shown for part in messages(moves))
 
 
-def test_the_script_is_short_and_asks_nobody() -> None:
-    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize(("name", "most"), [("player.js", 320), ("explorer.js", 260), ("schedules.js", 140)])
+def test_the_scripts_are_short_and_ask_nobody(name: str, most: int) -> None:
+    script = (pages.DOCS / "_static" / name).read_text(encoding="utf-8")
+    lines = script.splitlines()
     code = [line for line in lines if line.strip() and not line.strip().startswith("//")]
-    assert len(code) <= 300 and max(map(len, lines)) <= 100
-    addresses = re.findall(r"https?://[^\"']+", SCRIPT.read_text(encoding="utf-8"))
-    assert set(addresses) == {"http://www.w3.org/2000/svg"}
+    assert len(code) <= most and max(map(len, lines)) <= 100
+    assert set(re.findall(r"https?://[^\"']+", script)) <= {"http://www.w3.org/2000/svg"}
 
 
 def test_there_is_a_page_for_each_operation_and_a_row_for_each_page() -> None:
@@ -101,6 +109,28 @@ def test_the_picture_shows_the_contract(operation: str) -> None:
     slots = sum(len(list(contract.before(rank))) + len(contract.after(rank)) for rank in range(4))
     assert drawing.count("class='full'") == slots
     assert int(re.search(r"width='(\d+)'", drawing)[1]) <= 358  # type: ignore[index]
+
+
+@pytest.mark.parametrize("operation", schedules.operations())
+def test_the_words_above_the_columns_are_not_cut_off(operation: str) -> None:
+    drawing = collective_pictures.before_after(operation, 4)
+    width = int(re.search(r"width='(\d+)'", drawing)[1])  # type: ignore[index]
+    before, after = (int(x) for x in re.findall(r"<text class='buffer' x='(\d+)' y='14'>", drawing))
+    # A monospaced letter of 12.5 pixels is 7.6 wide.
+    assert before + 6 * 7.6 < after and after + 5 * 7.6 < width
+
+
+def test_the_example_with_splits_returns_the_rows_of_the_picture() -> None:
+    page = collective_pages.data(collective_pages.FOLDER / "all_to_all_single.md")
+    splits = [[int(size) for size in row.split()] for row in page["splits"].split("/")]
+    assert len({tuple(row) for row in splits}) == 4 and splits != [list(column) for column in zip(*splits, strict=True)]
+    drawn = re.findall(r"text-anchor='middle'>(\w\d)<", collective_pictures.splits_picture(splits))
+    ((code, (world,)),) = collective_pages.examples(page)[1:]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    outputs = run(names["program"], world)
+    assert names["SPLITS"] == splits
+    assert drawn[sum(map(sum, splits)) :] == [row for rows in outputs for row in rows]
 
 
 def test_predicted_times_of_messages_are_the_recorded_ones_at_both_ends() -> None:

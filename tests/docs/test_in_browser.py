@@ -13,9 +13,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import cost_data
+import explorer
+import player as player_pages
 import pytest
+import schedule_data
+from collective_pictures import seconds
 
 from tests.docs.conftest import SITE
+from torchdist_ref import schedules
 
 pytestmark = pytest.mark.browser
 
@@ -26,6 +32,7 @@ KINDS = (
     "collectives/barrier.html",
     "collectives/workbench.html",
     "explanation/schedules.html",
+    "explanation/speed.html",
     "how-to/launch.html",
     "reference/index.html",
     "reference/errors.html",
@@ -91,6 +98,8 @@ DRAWN = [
     "index.html",
     "collectives/all_reduce.html",
     "collectives/scatter.html",
+    "collectives/all_to_all_single.html",
+    "explanation/speed.html",
     "collectives/all_to_all.html",
     "design.html",
     "explanation/schedules.html",
@@ -224,6 +233,119 @@ def test_the_player_shows_other_ranks_networks_and_algorithms(page: Any, address
     assert "tree: 8 steps" in status.inner_text()
     page.locator(".player-text summary").click()
     page.wait_for_function("document.querySelectorAll('.player-text tbody tr').length === 8")
+
+
+def test_the_player_says_the_simulated_time_and_the_load_of_the_links(page: Any, address: str) -> None:
+    look(page, 1400, "light")
+    page.goto(address + "collectives/all_reduce.html")
+    player, status = page.locator(".player"), page.locator(".player-status")
+    player.locator('[data-role="network"]').select_option("one host per rank")
+    player.locator('[data-role="links"]').select_option("PCIe, 25 Gb/s")
+    player.locator('[data-role="algorithm"]').select_option("ring")
+    page.wait_for_function("document.querySelector('.player-status').textContent.includes('ring: 6 steps')")
+    network = cost_data.network("PCIe, 25 Gb/s", (0, 1, 2, 3))
+    ring = schedules.build("all_reduce", "ring", 4)
+    ends = [player_pages.ends(ring, number, 1 << 20, network) for number in range(1, 7)]
+    assert f"Simulated time: {seconds(ends[-1])}." in status.inner_text()
+    player.locator('[data-role="stage"]').focus()
+    page.keyboard.press("End")
+    assert f"Simulated time: {seconds(ends[-1])} of {seconds(ends[-1])}." in status.inner_text()
+    # Six messages of a quarter of the buffer.
+    busy = round(100 * 1.5 * (1 << 20) * network.beta / ends[-1])
+    assert f"card of host 0, sending, 1.57 MB so far, moving bytes {busy} % of the time." in status.inner_text()
+    page.locator(".player-text summary").click()
+    times = player.locator(".player-text tbody td:last-child")
+    times.nth(5).wait_for()
+    assert times.all_text_contents() == [seconds(end) for end in ends]
+
+
+def cells() -> list[tuple[str, int, str, str, str, float]]:
+    """Return cells of the explorer: every operation and algorithm, each on another network and size."""
+    found = []
+    for operation in schedules.operations():
+        for algorithm in schedules.algorithms(operation):
+            for world in (2, 5, 16):
+                at = len(found)
+                network = schedule_data.NETWORKS[1 if algorithm == "hierarchical" else at % 3]
+                links = list(cost_data.LINKS)[at % 5]
+                found.append((operation, world, algorithm, network, links, (4.0, 8e6, 1e9)[at % 7 % 3]))
+    return found
+
+
+def test_times_of_the_explorer_are_those_of_python(page: Any, address: str) -> None:
+    """To the last bit; and the sum of the longest path is the time."""
+    page.goto(address + "collectives/index.html")
+    asked = cells()
+    times = page.evaluate(
+        """async ([cells, folder]) => {
+            const { links } = document.querySelector(".explorer").explorer.own;
+            const load = (name) => new Promise((use) => torchdistSchedules.load(name, `${folder}${name}.js`, use));
+            for (const operation of new Set(cells.map(([operation]) => operation))) await load(operation);
+            return cells.map(([operation, world, algorithm, network, between, size]) => {
+                const { schedules, hosts } = torchdistSchedules.of(operation).worlds[world];
+                const run = torchdistSchedules.simulate(schedules[algorithm], size, links[between], hosts[network]);
+                const parts = Object.entries(torchdistSchedules.parts(run.total));
+                const sum = parts.reduce((sum, [part, count]) => sum + count * run.rates[part], 0);
+                return [run.total.t, links[between].overhead + sum];
+            });
+        }""",
+        [asked, address + "_static/schedules/"],
+    )
+    for (operation, world, algorithm, network, links, size), (total, by_parts) in zip(asked, times, strict=True):
+        schedule = schedule_data.schedule(operation, algorithm, world)
+        expected = schedules.simulate(
+            schedule, size, cost_data.network(links, schedule_data.hosts(network, world))
+        ).total
+        assert total == expected, (operation, world, algorithm, network, links, size)
+        assert by_parts == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_the_landing_page_answers_how_long_a_gigabyte_takes(page: Any, address: str) -> None:
+    look(page, 1400, "light")
+    page.goto(address + "index.html")
+    answer, table = page.locator('.explorer [data-role="answer"]'), page.locator(".explorer tbody tr")
+    assert answer.inner_text() == (
+        "all_reduce of 1 GB, 8 ranks, one host per rank, NVLink, 100 Gb/s: 140 ms by two_shot."
+    )
+    assert page.locator('.explorer [data-role="sum"]').inner_text() == (
+        "140 ms = 14 × 9.6 µs (messages) + 1.75 GB ÷ 12.5 GB/s (between hosts) + 125 MB ÷ 1.12 TB/s (reduced)."
+    )
+    # The table that a reader without a script has.
+    shown = {row.split("\t")[0].split(" ")[0].strip(): row.split("\t")[1] for row in table.all_inner_texts()}
+    times = explorer.times("all_reduce", 8, "one host per rank", "NVLink, 100 Gb/s", 1e9)
+    assert shown == {name: seconds(time) for name, time in times.items()}
+
+
+def test_the_explorer_shows_other_operations_crossovers_and_recorded_runs(page: Any, address: str) -> None:
+    look(page, 390, "dark")
+    page.goto(address + "index.html")
+    part = lambda role: page.locator(f'.explorer [data-role="{role}"]')  # noqa: E731
+    part("operation").select_option("all_gather")
+    page.wait_for_function("document.querySelector('.explorer-answer').textContent.startsWith('all_gather')")
+    part("ranks").select_option("4")
+    part("size").fill("64")
+    part("unit").select_option("KiB")
+    assert part("answer").inner_text().startswith("all_gather of 65.5 kB, 4 ranks, one host per rank")
+    part("operation").select_option("all_reduce")
+    page.wait_for_function("document.querySelector('.explorer-answer').textContent.startsWith('all_reduce')")
+    # Each size of a crossover is one from which the named algorithm is the fastest.
+    words = part("crossovers").inner_text().removeprefix("Fastest by size: ").removesuffix(".")
+    first, *later = [item.split(" from ") for item in words.split(", ")]
+    assert first == ["recursive_doubling"] and later
+    before = first[0]
+    for name, size in later:
+        least = float(size.split()[0]) * explorer.UNITS[size.split()[1]]
+        below, above = (
+            explorer.times("all_reduce", 4, "one host per rank", "NVLink, 100 Gb/s", least * by) for by in (0.98, 1.02)
+        )
+        assert below[before] == min(below.values()) and above[name] == min(above.values())
+        before = name
+    part("runs").click()
+    assert page.locator(".explorer-plot .run").count() == sum(
+        len(row) - 1 for row in cost_data.recorded("all_reduce")["two hosts"]
+    )
+    part("show").select_option("bus")
+    assert page.locator(".explorer-plot text", has_text="bus bandwidth").count() == 1
 
 
 def test_the_workbench_runs_python_in_the_page(page: Any, address: str) -> None:

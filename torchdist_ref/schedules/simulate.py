@@ -181,7 +181,7 @@ class _Clock:
             self.sending[src] = end if self.network.overlap else end - self.network.alpha
             self._record(message.src, "send", start, end, message.dst, nbytes, label)
         self.receiving[dst] = self.sending[src] if far else end
-        # Without overlap a processor is free while it waits alpha seconds, but its round lasts until the bytes are there.
+        # Without overlap a processor is free for alpha seconds, but its round lasts until the bytes have arrived.
         self.arriving[dst] = max(self.arriving[dst], end)
         self._record(message.dst, "recv", start, end, message.src, nbytes, label)
         return end
