@@ -258,13 +258,14 @@
       if (!this.clock) return "";
       const { ends, loads, rates, total } = this.clock, now = ends[this.round - 1].t;
       const time = ` Simulated time: ${seconds(now)} of ${seconds(total.t)}.`;
-      const [link, most] = Object.entries(loads[this.round - 1])
-        .reduce((one, other) => (other[1] > one[1] ? other : one), ["", 0]);
+      const load = loads[this.round - 1], most = Math.max(0, ...Object.values(load));
       if (!most) return time;
+      const [link, ...alike] = Object.keys(load).filter((name) => load[name] === most).sort();
+      const others = alike.length ? ` (and ${alike.length} alike)` : "";
       const rate = link.startsWith("card") ? rates.beta : rates.local_beta;
       const busy = Math.round((100 * most * rate) / now);
-      const load = `${bytes(most)} so far, moving bytes ${busy} % of the time`;
-      return `${time} Busiest link: ${link}, ${load}.`;
+      const moved = `${bytes(most)} so far, moving bytes ${busy} % of the time`;
+      return `${time} Busiest link: ${link}${others}, ${moved}.`;
     }
 
     atEnd() {
