@@ -186,6 +186,18 @@ def test_ranks_notice_that_they_use_other_algorithms(chosen: tuple[str, str], me
         assert "register the same function on each" in text
 
 
+def other_shapes(rank: int) -> str:
+    with pytest.raises(dist.MismatchError) as caught:
+        dist.all_reduce(fill(rank, (5 + rank,)), group=dist.new_group())
+    return str(caught.value)
+
+
+def test_ranks_that_chose_the_same_algorithm_are_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", "all_reduce=ring")
+    for text in run(other_shapes, 2):
+        assert "by algorithm 'ring'" in text and "ALGORITHM alike" not in text
+
+
 def test_a_name_that_is_registered_again_has_the_new_function() -> None:
     register("all_reduce", "pass_and_return", adds_twice)
     register("all_reduce", "pass_and_return", pass_and_return)

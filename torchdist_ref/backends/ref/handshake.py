@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor, nonzero
 
-from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, REFERENCE_BIT, Plan
+from torchdist_ref.backends.ref.plan import ALGORITHM_BITS, EXECUTOR_VARIABLE, REFERENCE_BIT, Plan
 from torchdist_ref.backends.worker_threads import OutOfOrderError
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.transports.link import Link
@@ -114,7 +114,8 @@ class Handshake:
     def _mismatch(self, plan: Plan) -> MismatchError:
         link = self._link
         calls = "; ".join(f"{link.rank_names([r])}: {row.text(self.sequence)}" for r, row in enumerate(link.rows))
-        marks = [row.headers[self.sequence & 1][1] & REFERENCE_BIT for row in link.rows]
+        fingerprints = [row.headers[self.sequence & 1][1] for row in link.rows]
+        marks = [fingerprint & REFERENCE_BIT for fingerprint in fingerprints]
         hint = ""
         if len(set(marks)) > 1:
             fast, reference = ([r for r, mark in enumerate(marks) if bool(mark) == bit] for bit in (False, True))
@@ -122,7 +123,7 @@ class Handshake:
                 f" Set {EXECUTOR_VARIABLE} alike on all ranks: {link.rank_names(fast)} used the fast executor and "
                 f"{link.rank_names(reference)} the reference executor."
             )
-        if len({_algorithm(row.text(self.sequence)) for row in link.rows}) > 1:
+        if len({fingerprint & ALGORITHM_BITS for fingerprint in fingerprints}) > 1:
             hint += " Set TORCHDIST_REF_ALGORITHM alike on all ranks, and register the same function on each."
         return MismatchError(
             f"{link.context(plan.text)}: the ranks made different calls as call {self.sequence} of this group. "
@@ -148,8 +149,3 @@ class Handshake:
             f"{link.context(plan.text)}: {sizes}. Give input_split_sizes[{target}] there what "
             f"output_split_sizes[{source}] is here. Nothing was written, and the group can be used."
         )
-
-
-def _algorithm(text: str) -> str:
-    """Return the algorithm in the text of a call, empty if the user chose none."""
-    return text.partition(" by algorithm ")[2].partition(" of ")[0]

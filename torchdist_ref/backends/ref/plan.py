@@ -434,6 +434,7 @@ _BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
 EXECUTORS = ("fast", "reference")
 EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
 REFERENCE_BIT = 4
+ALGORITHM_BITS = 0xFFF8
 
 
 def executor_name(environment: str) -> str:
@@ -450,13 +451,21 @@ def executor_name(environment: str) -> str:
     return environment or EXECUTORS[0]
 
 
-def announcement_of(text: str, executor: str) -> Announcement:
-    """Return the announcement of a call, in which the executor is one bit of the fingerprint.
+def announcement_of(text: str, executor: str, chosen: str = "") -> Announcement:
+    """Return the announcement of a call.
 
-    Two other bits are set later by ranks with registered tensors (`segment.ZERO_COPY_BITS`).
+    Three parts of the fingerprint have a meaning of their own, so that a difference can be explained without reading
+    the text of another rank: a bit for the executor, thirteen for the algorithm (all zero if the user chose none), and
+    two that ranks with registered tensors set later (`segment.ZERO_COPY_BITS`).
+
+    Args:
+        text: The call.
+        executor: Name of the executor.
+        chosen: The part of the text that names the algorithm which the user chose. Default "": none.
     """
-    common = fingerprint(text) & ~(ZERO_COPY_BITS | REFERENCE_BIT)
-    return Announcement(common | (REFERENCE_BIT if executor == EXECUTORS[1] else 0), text.encode())
+    common = fingerprint(text) & ~(ZERO_COPY_BITS | REFERENCE_BIT | ALGORITHM_BITS)
+    algorithm = fingerprint(chosen) & ALGORITHM_BITS if chosen else 0
+    return Announcement(common | algorithm | (REFERENCE_BIT if executor == EXECUTORS[1] else 0), text.encode())
 
 
 class Planner:
@@ -511,7 +520,7 @@ class Planner:
             reduction(name, dtype, call.op, True)
         return Plan(
             rank=self._link.rank,
-            record=announcement_of(text, self._executor),
+            record=announcement_of(text, self._executor, chosen),
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,
