@@ -24,7 +24,15 @@ from typing import Any, ClassVar
 
 import jinja2
 import yaml
-from collective_pictures import before_after, constants_text, figures_table, note, speed_plot, splits_picture
+from collective_pictures import (
+    before_after,
+    conditions,
+    constants_text,
+    figures_table,
+    note,
+    speed_plot,
+    splits_picture,
+)
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from site_directives import table
@@ -178,7 +186,8 @@ class CostsDirective(Directive):
         """Count each schedule on 8 ranks."""
         operation = self.arguments[0]
         rows = [self.line(operation, algorithm) for algorithm in schedules.algorithms(operation)]
-        return [table("algorithms", self.HEADER, rows), nodes.paragraph("", constants_text())]
+        said = conditions(operation), constants_text()
+        return [table("algorithms", self.HEADER, rows), *(nodes.paragraph("", text) for text in said)]
 
     def line(self, operation: str, algorithm: str) -> tuple[str, ...]:
         """Return one row; a hierarchical algorithm is counted on two hosts."""

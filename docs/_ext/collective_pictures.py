@@ -149,6 +149,23 @@ def constants_text() -> str:
     )
 
 
+ROOT_SENDS = ("broadcast", "scatter")
+"""Operations whose algorithm `direct` is free for the root on one host only, where the others read its memory."""
+
+
+def conditions(operation: str) -> str:
+    """Return where the times of the catalogue's formulas are those of the simulator."""
+    but = (
+        " That of direct holds on one host only: elsewhere the root sends n - 1 times."
+        if operation in ROOT_SENDS
+        else ""
+    )
+    return (
+        "The formulas give the times of the simulator if n is a power of two, g is at most b, and the ranks are all on "
+        f"one host or each on a host of its own.{but} The explorer on the page Collectives has the times elsewhere."
+    )
+
+
 def per_byte(value: float) -> str:
     """Return a time per byte, and its inverse, as text.
 

@@ -83,7 +83,7 @@ def marks(rows: Sequence[tuple[str, Sequence[Span | None]]], series: Sequence[st
         parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{middle}' y2='{middle}'/>")
         for kind, cell in enumerate(cells):
             if cell:
-                first, last = x(cell[0]) if cell[0] else float(LEFT), x(cell[1])
+                first, last = x(cell[0]) if cell[0] else None, x(cell[1])
                 # Series that lie upon each other are drawn a little above and below the middle.
                 y = middle + (kind - (len(series) - 1) / 2) * min(4.0, 12 / len(series))
                 parts.append(drawn(kind, first, last, y))
@@ -124,10 +124,13 @@ def wrapped(name: str) -> list[str]:
     return lines
 
 
-def drawn(kind: int, first: float, last: float, y: float) -> str:
-    """Return a figure: a mark, or a bar with a mark at each end."""
-    bar = f"<line class='series s{kind}' x1='{first:.1f}' x2='{last:.1f}' y1='{y:.1f}' y2='{y:.1f}'/>"
-    return mark(kind, last, y) if first == last else f"{bar}{mark(kind, first, y)}{mark(kind, last, y)}"
+def drawn(kind: int, first: float | None, last: float, y: float) -> str:
+    """Return a figure: a mark, or a bar with a mark at each end that was recorded."""
+    if first == last:
+        return mark(kind, last, y)
+    begin = LEFT if first is None else first
+    bar = f"<line class='series s{kind}' x1='{begin:.1f}' x2='{last:.1f}' y1='{y:.1f}' y2='{y:.1f}'/>"
+    return f"{bar}{'' if first is None else mark(kind, first, y)}{mark(kind, last, y)}"
 
 
 def mark(kind: int, x: float, y: float) -> str:

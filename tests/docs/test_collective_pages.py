@@ -17,7 +17,9 @@ import workbench
 import workbench_run
 
 from tests.docs import pages
+from tests.schedules import formulas
 from torchdist_ref import schedules
+from torchdist_ref.schedules import Network
 from torchdist_ref.schedules.schedule import messages
 from torchdist_ref.testing import run
 
@@ -131,6 +133,22 @@ def test_the_example_with_splits_returns_the_rows_of_the_picture() -> None:
     outputs = run(names["program"], world)
     assert names["SPLITS"] == splits
     assert drawn[sum(map(sum, splits)) :] == [row for rows in outputs for row in rows]
+
+
+@pytest.mark.parametrize("operation", schedules.operations())
+def test_the_formulas_hold_where_the_page_says(operation: str) -> None:
+    assert formulas.G < formulas.B
+    for algorithm in schedules.algorithms(operation):
+        if algorithm == "hierarchical":
+            continue  # It has no formula, but a sentence.
+        expected = formulas.formula(schedules.entry(operation, algorithm).cost, 8)
+        near = Network(9.0, 9.0, formulas.G, hosts=(0,) * 8, local_alpha=formulas.A, local_beta=formulas.B)
+        far = Network(formulas.A, formulas.B, formulas.G)
+        schedule = schedules.build(operation, algorithm, 8)
+        times = [schedules.simulate(schedule, formulas.M, network).total for network in (near, far)]
+        holds = [time == pytest.approx(expected, rel=1e-9) for time in times]
+        said = collective_pictures.conditions(operation)
+        assert holds == [True, not (algorithm == "direct" and "direct holds on one host only" in said)], algorithm
 
 
 def test_predicted_times_of_messages_are_the_recorded_ones_at_both_ends() -> None:
