@@ -156,7 +156,7 @@ ROOT_SENDS = ("broadcast", "scatter")
 def conditions(operation: str) -> str:
     """Return where the times of the catalogue's formulas are those of the simulator."""
     but = (
-        " That of direct holds on one host only: elsewhere the root sends n - 1 times."
+        " That of direct holds on one host only: elsewhere the root sends to one rank after the other."
         if operation in ROOT_SENDS
         else ""
     )
