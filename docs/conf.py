@@ -52,6 +52,7 @@ extensions = [
     "collective_pages",
     "acid_table",
     "curriculum",
+    "idea_pictures",
     "error_index",
     "head_tags",
     "workbench",

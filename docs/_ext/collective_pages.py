@@ -5,6 +5,8 @@ calls that break a precondition run when the page is read, so a page shows what 
 
 `.. chooser::`
     One row for each page: the data that ranks have, the data that they want, and the call.
+`.. collective-sheet::`
+    One card for each operation: the picture, the data before and after in words, and the cost. It prints on one page.
 `.. before-after:: all_reduce`
     Slots before and after an operation, drawn from its contract.
 `.. splits:: 1 2 / 0 3`
@@ -45,7 +47,7 @@ from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.testing import fill, run
 
 # Pages of the folder that are not of a call.
-OTHERS = ("index", "workbench")
+OTHERS = ("index", "sheet", "workbench")
 FOLDER = Path(__file__).parents[1] / "collectives"
 TEMPLATE = Path(__file__).with_name("collective.md.jinja")
 # Operations of the schedules whose benchmark has another name.
@@ -147,6 +149,34 @@ class ChooserDirective(SphinxDirective):
         return [nodes.container("", *self.parse_text_to_nodes("\n".join([*header, *rows])), classes=["chooser"])]
 
 
+# Calls of the sheet; the others have the picture of one of these.
+SHEET = (
+    *("broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"),
+    *("send_recv", "barrier"),
+)
+
+
+class SheetDirective(SphinxDirective):
+    """Cards of the operations."""
+
+    def run(self) -> list[nodes.Node]:
+        """Make one card for each call."""
+        cards = nodes.container("", classes=["collective-sheet"])
+        for path in (FOLDER / f"{name}.md" for name in SHEET):
+            self.env.note_dependency(str(path))
+            page = data(path)
+            card = nodes.container("", classes=["sheet-card"])
+            words = f"**{{doc}}`{page['title']} </collectives/{path.stem}>`**: {page['have']} → {page['want']}"
+            card += self.parse_text_to_nodes(words)
+            operation = page["schedule"]
+            if operation != "barrier":
+                card += nodes.raw("", f'<div class="drawing">{before_after(operation, 4)}</div>', format="html")
+            large = schedules.choose(operation, 8, 64 << 20)
+            card += nodes.paragraph("", f"{large}: {schedules.entry(operation, large).cost}", classes=["sheet-cost"])
+            cards += card
+        return [cards]
+
+
 class BeforeAfterDirective(Directive):
     """Drawing of slots before and after an operation on four ranks."""
 
@@ -230,6 +260,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the template and the directives with Sphinx."""
     app.connect("source-read", fill_in)
     app.add_directive("chooser", ChooserDirective)
+    app.add_directive("collective-sheet", SheetDirective)
     app.add_directive("before-after", BeforeAfterDirective)
     app.add_directive("splits", SplitsDirective)
     app.add_directive("costs", CostsDirective)

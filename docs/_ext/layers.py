@@ -265,23 +265,36 @@ def edges() -> dict[str, set[str]]:
     return found
 
 
+ROWS = ("4 training", "3 public API", "2 backends", "1 membership", "1 schedules", "0 core types")
+FOLDERS = ("backends", "algorithms")
+"""Folders that are one box of the picture, although the table has several parts of them."""
+WIDTH, BOX, GAP, ROW, LEFT = 860, 58, 22, 104, 104
+LETTER, LINE = 7.6, 15.0
+MOST = 5
+Arrow = tuple[str, str]
+
+
+def box_of(name: str) -> str:
+    """Return the box that a part belongs to: its folder, or the part itself.
+
+    >>> box_of("backends.ref"), box_of("elastic.data")
+    ('backends', 'elastic.data')
+    """
+    head = name.partition(".")[0]
+    return head if head in FOLDERS else name
+
+
 def size(name: str) -> tuple[int, int]:
-    """Return the number of files and of lines of one part."""
-    own = [path for path in files() if (part := part_of(module_name(path))) and part.name == name]
+    """Return the number of files and of lines of one box."""
+    own = [path for path in files() if (part := part_of(module_name(path))) and box_of(part.name) == name]
     return len(own), sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
 
 
-ROWS = ("4 training", "3 public API", "2 backends", "1 membership", "1 schedules", "0 core types")
-WIDTH, BOX, GAP, ROW, LEFT = 860, 72, 14, 126, 104
-LETTER, LINE = 7.6, 15.0
-MOST = 5
-
-
 def svg() -> str:
-    """Draw the layers that exist as boxes, top to bottom, with an arrow for each import between them."""
+    """Draw the layers that exist as boxes, top to bottom, with the arrows that `arrows` keeps."""
     boxes = place()
-    height = max(y for _, y, _ in boxes.values()) + BOX + 30
-    lines = "".join(arrow(boxes[a], boxes[b]) for a, many in edges().items() for b in sorted(many) if drawn(a, b))
+    height = max(y for _, y, _ in boxes.values()) + BOX + 8
+    lines = "".join(arrow(boxes[a], boxes[b]) for a, b in sorted(arrows()))
     return (
         f'<svg class="layers" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="layers-title" '
         'xmlns="http://www.w3.org/2000/svg"><title id="layers-title">The layers of torchdist_ref and the imports '
@@ -293,66 +306,86 @@ def svg() -> str:
 
 
 def row_of(part: Part) -> int:
-    """Return the row of a part: ideas and places share one."""
+    """Return the row of a part: schedules and infrastructure share one."""
     return ROWS.index("1 schedules" if part.layer == "1 infrastructure" else part.layer)
 
 
-def place() -> dict[str, tuple[float, float, float]]:
-    """Return x, y and width of each box. Side-car and test tools stand beside the layers, so they are not drawn."""
+def layered() -> dict[str, int]:
+    """Return the row of each box. The launcher and the tools are beside the layers, so they are not drawn."""
     existing = edges()
-    rows = [
-        [
-            part.name
-            for part in PARTS
-            if part.layer in ROWS + ("1 infrastructure",) and row_of(part) == row and part.name in existing
-        ]
-        for row in range(len(ROWS))
-    ]
-    boxes = {}
-    for number, names in enumerate(half for whole in rows for half in divided(whole, existing)):
-        width = (WIDTH - LEFT - GAP * len(names)) / max(len(names), 3)
-        start = LEFT + (WIDTH - LEFT - len(names) * (width + GAP)) / 2
-        boxes.update({name: (start + i * (width + GAP), 20.0 + number * ROW, width) for i, name in enumerate(names)})
+    return {
+        box_of(part.name): row_of(part)
+        for part in PARTS
+        if part.layer in (*ROWS, "1 infrastructure") and part.name in existing
+    }
+
+
+def arrows() -> set[Arrow]:
+    """Return the imports to draw between boxes: without those that follow from a chain of others, and of core types."""
+    rows = layered()
+    kept = {
+        (box_of(source), box_of(target))
+        for source, many in edges().items()
+        for target in many
+        if box_of(source) != box_of(target) and box_of(source) in rows and box_of(target) in rows and target not in CORE
+    }
+    # The longest arrows first: a picture of short ones is easier to follow.
+    for pair in sorted(kept, key=lambda pair: (rows[pair[0]] - rows[pair[1]], pair)):
+        if reaches(kept - {pair}, *pair):
+            kept.remove(pair)
+    return kept
+
+
+def reaches(pairs: set[Arrow], source: str, target: str) -> bool:
+    """Return whether arrows lead from one box to another.
+
+    >>> reaches({("a", "b"), ("b", "c")}, "a", "c"), reaches({("a", "b")}, "b", "a")
+    (True, False)
+    """
+    found, new = {source}, {source}
+    while new:
+        new = {b for a, b in pairs if a in new} - found
+        found |= new
+    return target in found
+
+
+def place() -> dict[str, tuple[float, float, float]]:
+    """Return x, y and width of each box."""
+    rows, boxes, y = layered(), {}, 4.0
+    for row in range(len(ROWS)):
+        for names in divided([name for name in rows if rows[name] == row]):
+            width = (WIDTH - LEFT - GAP * len(names)) / max(len(names), 4)
+            start = LEFT + (WIDTH - LEFT - len(names) * (width + GAP)) / 2
+            boxes.update({name: (start + i * (width + GAP), y, width) for i, name in enumerate(names)})
+            y += ROW if row < len(ROWS) - 1 else BOX + 10
     return boxes
 
 
-def divided(names: list[str], existing: dict[str, set[str]]) -> list[list[str]]:
-    """A row with too many boxes becomes two: above stands what nothing else in it imports."""
+def divided(names: list[str]) -> list[list[str]]:
+    """Divide a row with too many boxes into two; the upper one has those that no other box of the row imports."""
     if len(names) <= MOST:
         return [names]
-    used = {target for name in names for target in existing[name]}
+    used = {box_of(b) for a, many in edges().items() for b in many if box_of(a) in names and box_of(a) != box_of(b)}
     return [[name for name in names if name not in used], [name for name in names if name in used]]
 
 
-def drawn(source: str, target: str) -> bool:
-    """Leave out the arrows to the words, which all may import, and those from and to the parts beside the layers."""
-    beside = {part.name for part in PARTS if part.layer in ("launcher", "tools")}
-    return target not in CORE and not {source, target} & beside
-
-
 def arrow(source: tuple[float, float, float], target: tuple[float, float, float]) -> str:
-    """Draw one import: a curve down, or along the row."""
+    """Draw one import: a curve down, or a line along the row."""
     (x1, y1, w1), (x2, y2, w2) = source, target
     a, b, top, right = x1 + w1 / 2, x2 + w2 / 2, y1 + BOX, x2 > x1
-    if y1 == y2 and abs(b - a) < w1 + 2 * GAP:
-        a, b, y = (x1 + w1 if right else x1), (x2 if right else x2 + w2), y1 + BOX / 2
-        return f'<path d="M{a:.0f} {y:.0f}L{b:.0f} {y:.0f}" class="import" marker-end="url(#tip)"/>'
     if y1 == y2:
-        # Below the boxes between the two, and away from where the arrows to other rows begin.
-        a, b, middle, bottom = a + w1 / (4 if right else -4), b + w2 / (-4 if right else 4), top + 36, top + 2
-    else:
-        middle, bottom = (top + y2 - 2) / 2, y2 - 2
+        # Two boxes that import each other have two lines, one above the other.
+        a, b, y = (x1 + w1 if right else x1), (x2 if right else x2 + w2), y1 + BOX / 2 + (6 if right else -6)
+        return f'<path d="M{a:.0f} {y:.0f}L{b:.0f} {y:.0f}" class="import" marker-end="url(#tip)"/>'
+    middle, bottom = (top + y2 - 2) / 2, y2 - 2
     curve = f"M{a:.0f} {top:.0f}C{a:.0f} {middle:.0f} {b:.0f} {middle:.0f} {b:.0f} {bottom:.0f}"
     return f'<path d="{curve}" class="import" marker-end="url(#tip)"/>'
 
 
 def box(name: str, x: float, y: float, width: float) -> str:
-    """Draw one part: its name, on two lines if it does not fit on one, and its size."""
+    """Draw one box: its name and its size."""
     count, lines = size(name)
-    head, _, tail = name.partition(".")
-    names = [name] if len(name) * LETTER < width - 8 or not tail else [f"{head}.", tail]
-    sizes = [f"{count} file{'s' * (count != 1)}", f"{lines:,} lines"]
-    words = [(word, "name") for word in names] + [(word, "size") for word in sizes]
+    words = [(name, "name"), (f"{count} file{'s' * (count != 1)}, {lines:,} lines", "size")]
     first = y + (BOX - LINE * len(words)) / 2 + LINE - 4
     return f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="6" class="part"/>' + "".join(
         f'<text x="{x + width / 2:.0f}" y="{first + LINE * line:.0f}" class="{kind}">{escape(word)}</text>'
@@ -362,8 +395,10 @@ def box(name: str, x: float, y: float, width: float) -> str:
 
 def labels(boxes: dict[str, tuple[float, float, float]]) -> str:
     """Write the name of each row at its left."""
-    heights = {row_of(BY_NAME[name]): y for name, (_, y, _) in boxes.items()}
-    names = {ROWS.index("1 schedules"): "1 ideas, places"}
+    rows, heights = layered(), {}
+    for name, (_, y, _) in boxes.items():
+        heights.setdefault(rows[name], y)
+    names = {ROWS.index("1 schedules"): "1 infrastructure"}
     return "".join(
         f'<text x="0" y="{y + BOX / 2 + 4:.0f}" class="layer">{names.get(row, ROWS[row])}</text>'
         for row, y in sorted(heights.items())

@@ -1,12 +1,14 @@
 """Pages made of notebooks: colors of cells with magics, and alternative texts of pictures.
 
 A cell that begins with ``%%spmd`` is Python after its first line; IPython's lexer takes it for plain text. A picture
-without a text gets the title of its drawing, or the heading and the sentence above it.
+without a text gets the title and the description of its drawing, the comment `# Picture: ...` of its cell, or the
+heading.
 """
 
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ from pygments.token import Comment, Keyword
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
-MAX_ALT = 160
+MAX_ALT = 300
 
 
 class NotebookLexer(PythonLexer):
@@ -39,30 +41,40 @@ class DescribePictures(SphinxTransform):
     def apply(self, **kwargs: Any) -> None:
         """Visit the pictures of a page below tutorials/."""
         if self.env.docname.startswith("tutorials/"):
-            for image in self.document.findall(nodes.image):
-                if not image.get("alt") or image["alt"].endswith((".svg", ".png")):
-                    image["alt"] = title_of(Path(self.env.srcdir, image["uri"].lstrip("/"))) or sentence_above(image)
+            code = ""
+            for node in self.document.findall():
+                if isinstance(node, nodes.literal_block):
+                    code = node.astext()
+                elif isinstance(node, nodes.image) and (not node.get("alt") or node["alt"].endswith((".svg", ".png"))):
+                    path = Path(self.env.srcdir, node["uri"].lstrip("/"))
+                    node["alt"] = described(path) or said_in(code) or heading(node)
 
 
-def title_of(path: Path) -> str:
-    """Return the title that a drawing has in itself."""
+def described(path: Path) -> str:
+    """Return the title and the description that a drawing has in itself."""
     if path.suffix != ".svg" or not path.exists():
         return ""
-    found = re.search(r"<title[^>]*>([^<]+)</title>", path.read_text(encoding="utf-8"))
-    return " ".join(found[1].split()) if found else ""
+    text = path.read_text(encoding="utf-8")
+    found = [re.search(rf"<{name}[^>]*>([^<]+)</{name}>", text) for name in ("title", "desc")]
+    return " ".join(": ".join(unescape(each[1]) for each in found if each).split())[:MAX_ALT]
 
 
-def sentence_above(image: nodes.image) -> str:
-    """Return the heading of a picture's section and the end of the text above the picture."""
+def said_in(code: str) -> str:
+    """Return the text of a comment that describes the picture of a cell.
+
+    >>> said_in("import math\\n# Picture: two lines that cross.\\nplt.show()")
+    'two lines that cross.'
+    """
+    found = re.search(r"^# Picture: (.+)$", code, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def heading(image: nodes.image) -> str:
+    """Return the heading of a picture's section, but not the text above the picture, which readers have just heard."""
     section: nodes.Node | None = image
     while section is not None and not isinstance(section, nodes.section):
         section = section.parent
-    if section is None:
-        return "Output of the cell above"
-    title = section[0].astext()
-    above = [node.astext() for node in section.children if isinstance(node, nodes.paragraph)]
-    text = " ".join(f"{title}. {above[-1] if above else ''}".split())
-    return f"Picture: {text}"[:MAX_ALT]
+    return f"Picture: {section[0].astext()}" if section is not None else "Output of the cell above"
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

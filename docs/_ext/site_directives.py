@@ -136,7 +136,10 @@ class LayersDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Read the source and draw it."""
         return [
-            picture(layers.svg(), "Arrows are imports that exist in the source; every part may also import the words.")
+            picture(
+                layers.svg(),
+                "An arrow leads from a box to one that it imports. What follows from a chain of arrows is omitted.",
+            )
         ]
 
 
@@ -146,7 +149,9 @@ class LayerTableDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Read the table and the source."""
         header = ("part", "layer", "may import", "imports today", "torch")
-        return [table("layer-table", header, list(layers.table()))]
+        opened = "<details><summary>All parts, and what each may import</summary>"
+        rows = table("layer-table", header, list(layers.table()))
+        return [nodes.raw("", opened, format="html"), rows, nodes.raw("", "</details>", format="html")]
 
 
 class AlgorithmsDirective(Directive):
@@ -285,27 +290,42 @@ class VersionsDirective(Directive):
 
 
 class ProofsAtLengthDirective(Directive):
-    """Show the last run of each proof: runs asked for and done, failures, time, and what the runs were."""
+    """Show the last run of each test at length: runs, failures and time, and folded what the runs were."""
 
     def run(self) -> list[nodes.Node]:
         """Read what `python -m tests.soak` wrote."""
         self.state.document.settings.env.note_dependency(str(SOAK))
         found = json.loads(SOAK.read_text(encoding="utf-8"))
-        header = ("proof", "asked", "done", "failures", "minutes", "date")
+        header = ("test", "runs", "failures", "minutes", "date")
         rows = [
-            (each["proof"], f"{each['asked']:,}", f"{each['done']:,}", f"{each['failures']:,}")
-            + (f"{each['seconds'] / 60:.1f}", each["date"])
+            (
+                each["proof"],
+                f"{each['done']:,}" + (f" of {each['asked']:,}" if each["done"] < each["asked"] else ""),
+                f"{each['failures']:,}",
+                f"{each['seconds'] / 60:.1f}",
+                each["date"],
+            )
             for each in found
         ]
         counted = [
-            f"{each['proof']}: {', '.join(f'{name} {count:,}' for name, count in each['counts'].items())}."
+            nodes.list_item("", nodes.paragraph("", f"{each['proof']}: {counts(each['counts'])}."))
             for each in found
             if each["counts"]
         ]
         machines = dict.fromkeys(f"{each['machine']}; Python {each['python']}, torch {each['torch']}" for each in found)
-        items = [nodes.list_item("", nodes.paragraph("", text)) for text in counted]
         where = nodes.paragraph("", f"Run on {' and '.join(machines)}, beside other work.")
-        return [table("proofs", header, rows), where, *([nodes.bullet_list("", *items)] if items else [])]
+        opened = nodes.raw("", "<details class='figures'><summary>Runs by kind, and times</summary>", format="html")
+        folded = [opened, nodes.bullet_list("", *counted), nodes.raw("", "</details>", format="html")]
+        return [table("proofs", header, rows), where, *(folded if counted else [])]
+
+
+def counts(found: dict[str, int]) -> str:
+    """Return the counters of a test as a text.
+
+    >>> counts({"agent leaves": 100, "longest milliseconds": 1061})
+    'agent leaves 100, longest milliseconds 1,061'
+    """
+    return ", ".join(f"{name} {count:,}" for name, count in found.items())
 
 
 class NightlyDirective(Directive):

@@ -38,7 +38,7 @@ def test_large_unsigned_numbers_compare_as_unsigned(backend: str, ranks: str) ->
 
 
 WRONG: list[tuple[torch.Tensor, Any, type[Exception], str]] = [
-    (torch.ones(2, dtype=torch.int64), 0.5, ValueError, "PREMUL_SUM where tensors are not floating.*int64.*rank 0"),
+    (torch.ones(2, dtype=torch.int64), 0.5, ValueError, "PREMUL_SUM requires floating.*int64.*rank 0"),
     (torch.ones(2), torch.tensor(0.5, dtype=torch.float64), ValueError, "factor of torch.float32, got torch.float64"),
     (torch.ones(2, dtype=torch.complex64), torch.tensor(1j), ValueError, "factor of torch.float32.*complex64"),
     (torch.ones(2), None, TypeError, "PREMUL_SUM needs a factor"),

@@ -69,7 +69,7 @@ def test_there_is_a_page_for_each_operation_and_a_row_for_each_page() -> None:
     assert len(PAGES) == 16
     assert {collective_pages.data(path)["schedule"] for path in PAGES} == set(schedules.operations())
     index = (collective_pages.FOLDER / "index.md").read_text(encoding="utf-8")
-    assert [*(path.stem for path in PAGES), "workbench"] == re.findall(r"^(\w+)$", index, re.MULTILINE)
+    assert [*(path.stem for path in PAGES), "sheet", "workbench"] == re.findall(r"^(\w+)$", index, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

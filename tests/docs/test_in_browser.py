@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import importlib.resources
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,10 @@ def test_axe_finds_nothing(page: Any, address: str, name: str) -> None:
         look(page, width, scheme)
         page.goto(address + name)
         page.evaluate(axe)
-        found = page.evaluate("axe.run({resultTypes: ['violations']}).then(result => result.violations)")
+        found = page.evaluate(
+            """axe.run({resultTypes: ["violations"], rules: {"label-content-name-mismatch": {enabled: true}}})
+                .then(result => result.violations)"""
+        )
         shown = [(one["id"], [node["html"][:160] for node in one["nodes"][:3]]) for one in found]
         assert not shown, (width, scheme)
 
@@ -101,6 +105,9 @@ DRAWN = [
     "collectives/all_to_all_single.html",
     "explanation/speed.html",
     "collectives/all_to_all.html",
+    "collectives/sheet.html",
+    "explanation/glossary.html",
+    "explanation/topologies.html",
     "design.html",
     "explanation/schedules.html",
     "how-to/profile.html",
@@ -127,6 +134,70 @@ def test_text_in_drawings_is_at_least_11_pixels(page: Any, address: str, name: s
         assert sizes or (width == 390 and name in WIDE)
         # Chromium rounds lengths to a 64th of a pixel: a drawing at its own size reads 10.9994.
         assert min(sizes, default=11) >= 10.99
+
+
+# Texts of a drawing that are cut off by its edge, or that cover more of another than a pixel of its edge.
+UNREADABLE = """drawing => {
+    const shown = [...drawing.querySelectorAll("text")].filter(text => text.textContent.trim()
+        && (!text.checkVisibility || text.checkVisibility()) && !text.closest(".flying"));
+    const boxes = shown.map(text => text.getBoundingClientRect()), found = [], all = drawing.getBoundingClientRect();
+    boxes.forEach((box, n) => {
+        if (Math.max(all.left - box.left, box.right - all.right, all.top - box.top, box.bottom - all.bottom) > 1)
+            found.push("cut off: " + shown[n].textContent);
+        for (let m = 0; m < n; m += 1) {
+            const wide = Math.min(box.right, boxes[m].right) - Math.max(box.left, boxes[m].left);
+            const high = Math.min(box.bottom, boxes[m].bottom) - Math.max(box.top, boxes[m].top);
+            if (wide > 2 && high > 4) found.push(shown[m].textContent + " under " + shown[n].textContent);
+        }
+    });
+    return found.slice(0, 8);
+}"""
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_text_in_drawings_is_whole_and_covers_no_other(page: Any, address: str, name: str) -> None:
+    for width in (1400, 390):
+        look(page, width, "light")
+        page.goto(address + name)
+        page.wait_for_selector("article svg text", state="attached")
+        drawings = [one for one in page.locator("article svg:has(text)").all() if one.is_visible()]
+        assert drawings or (width == 390 and name in WIDE)
+        assert not [found for one in drawings if (found := one.evaluate(UNREADABLE))], width
+
+
+def test_text_in_drawings_of_notebooks_is_whole_and_covers_no_other(page: Any, address: str) -> None:
+    drawn = [path for path in sorted((SITE / "_images").glob("*.svg")) if "<text" in path.read_text(encoding="utf-8")]
+    bad = {}
+    for path in drawn:
+        page.goto(f"{address}_images/{path.name}")
+        if found := page.locator("svg").first.evaluate(UNREADABLE):
+            bad[path.name] = found
+    assert not bad
+
+
+def test_the_check_of_drawings_finds_text_that_is_cut_off_or_covered(page: Any) -> None:
+    """The first drawing is that of `all_reduce` as it was: its word "after" began in the last column."""
+    texts = ("<text x='50' y='14'>before</text><text x='120' y='14'>after</text>", "<text x='80' y='14'>more</text>")
+    style = "<style>text { font: 12px monospace }</style>"
+    drawings = [f"<svg width='150' viewBox='0 0 150 40'>{shown}</svg>" for shown in (texts[0], texts[0] + texts[1])]
+    whole = f"<svg width='180' viewBox='0 0 180 40'>{texts[0]}</svg>"
+    page.set_content(f"{style}{drawings[0]}{drawings[1]}{whole}")
+    found = [one.evaluate(UNREADABLE) for one in page.locator("svg").all()]
+    assert found == [["cut off: after"], ["cut off: after", "before under more"], []]
+
+
+def test_outputs_of_notebooks_fit_into_their_boxes(page: Any, address: str) -> None:
+    look(page, 1400, "light")
+    wide = {}
+    for path in sorted((SITE / "tutorials").glob("*.html")):
+        page.goto(f"{address}tutorials/{path.name}")
+        found = page.evaluate(
+            """[...document.querySelectorAll("div.nboutput pre")].filter(pre => pre.scrollWidth > pre.clientWidth + 1)
+                .map(pre => pre.textContent.split("\\n").sort((a, b) => b.length - a.length)[0])"""
+        )
+        if found:
+            wide[path.stem] = found
+    assert not wide
 
 
 @pytest.mark.parametrize("name", (*KINDS[:5], *KINDS[10:12]))
@@ -419,6 +490,13 @@ def test_a_printed_page_has_the_text_alone(page: Any, address: str, name: str) -
     assert page.locator("article").bounding_box()["width"] > 700
     code = "[...document.querySelectorAll('article .highlight pre')]"
     assert page.evaluate(f"{code}.filter(pre => pre.scrollWidth > pre.clientWidth + 1).length") == 0
+
+
+def test_the_sheet_of_the_collectives_prints_on_one_page(page: Any, address: str) -> None:
+    page.goto(address + "collectives/sheet.html")
+    for paper in ("A4", "Letter"):
+        printed = page.pdf(format=paper, margin=dict.fromkeys(("top", "right", "bottom", "left"), "10mm"))
+        assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1, paper
 
 
 def test_an_unknown_address_gets_a_page_that_leads_back(page: Any, address: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.calls import AllGather
-from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain
+from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain, on_rank
 from torchdist_ref.torch_internals.torch_modes import outside_modes
 from torchdist_ref.work import Work
 
@@ -122,31 +122,19 @@ def reduction(name: str, dtype: torch.dtype, operation: str, averages_integers: 
 
 def check(name: str, dtype: torch.dtype, operation: str) -> None:
     """Raise ArgumentError unless a reduction is defined for a dtype."""
-    word = name.upper()
     if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise BackendArgumentError(
-            explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool", dtype)
-        )
+        raise _requires(operation, name, "integer or bool", dtype)
     if name in _NOT_COMPLEX and dtype.is_complex:
-        raise BackendArgumentError(
-            explain(
-                operation,
-                "op",
-                f"no ReduceOp.{word} where tensors are complex",
-                str(dtype),
-                hint=f"torch does not support ReduceOp.{word} on complex tensors.",
-            )
-        )
+        hint = f" torch does not support ReduceOp.{name.upper()} on complex tensors."
+        raise _requires(operation, name, "real", dtype, hint)
     if name in _SCALED and not (dtype.is_floating_point or dtype.is_complex):
-        raise BackendArgumentError(
-            explain(
-                operation,
-                "op",
-                f"no ReduceOp.{word} where tensors are not floating point",
-                dtype,
-                hint="Use SUM and divide.",
-            )
-        )
+        raise _requires(operation, name, "floating-point", dtype, " Use SUM and divide.")
+
+
+def _requires(operation: str, name: str, kind: str, dtype: torch.dtype, hint: str = "") -> BackendArgumentError:
+    """Return the error for a reduction that another kind of tensors needs."""
+    words = f"{operation}: op=ReduceOp.{name.upper()} requires {kind} tensors, got {dtype}{on_rank()}.{hint}"
+    return BackendArgumentError(words)
 
 
 def _through(wide: torch.dtype, combine: Callable[..., Tensor]) -> Reduction:

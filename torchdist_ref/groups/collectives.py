@@ -394,7 +394,7 @@ def monitored_barrier(
 def _sum_sparse(group: ProcessGroup, tensor: Tensor, op: Any, async_op: bool) -> Work | None:
     """Sum a COO tensor over all ranks, in place."""
     if reduction_name(op, "all_reduce") != "sum":
-        raise BackendArgumentError(explain("all_reduce", "op", "ReduceOp.SUM where tensors are sparse", op))
+        raise BackendArgumentError(explain("all_reduce", "op", "ReduceOp.SUM for sparse tensors", op))
     works, add_up = start_sum(group.backend, group.size(), tensor)
     return join(JoinedWork("all_reduce", [tensor], works, add_up), async_op)
 

@@ -120,7 +120,8 @@ class Drawing:
         self._corners += [(a, b), (x, y)]
         if label:
             flat = 5 * abs(y - b) < abs(x - a)
-            middle = ((a + x) / 2, (b + y) / 2 - 5) if flat else ((a + x) / 2 + 10, (b + y) / 2 + (4 if x < a else -2))
+            above = (y - b) * (x - a) > 0
+            middle = ((a + x) / 2, (b + y) / 2 - 5) if flat else ((a + x) / 2 + 10, (b + y) / 2 + (-6 if above else 14))
             self.words(*middle, label, "middle" if flat else "start", color)
 
     def words(self, x: float, y: float, text: str, anchor: str = "start", color: str = GRAY, **style: str) -> None:
