@@ -129,7 +129,7 @@ def docs(session: nox.Session) -> None:
         call(session, "docs/run_tutorials.py")
     with step(session, 4, 4, "building the site; any warning is an error"):
         call(session, "docs/keep_html.py")
-        call(session, "docs/fetch_pyodide.py")
+        call(session, "docs/fetch_npm.py")
         # Most pages wait for the ranks of their examples: a second reader uses the time.
         build = ("-q", "-n", "-W", "--keep-going", "-j", "2", "-d", "docs/_build/doctrees")
         call(session, "-m", "sphinx", *build, "docs", str(HTML))

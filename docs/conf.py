@@ -55,7 +55,9 @@ extensions = [
     "idea_pictures",
     "error_index",
     "head_tags",
+    "page_python",
     "workbench",
+    "hang_page",
     "notebook_pages",
     "lean_pages",
 ]

@@ -30,6 +30,8 @@ from torchdist_ref.errors import ReportedFailure, message_of
 # The first variable that is set counts; the others are torch's names, the last one its former name.
 SIZE_VARIABLES = ("TORCHDIST_REF_FLIGHT_RECORDER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 DEFAULT_CAPACITY = 1024
+FORMAT = "torchdist_ref flight recorder"
+"""Field "format" of the files that `debug.flight_recorder` writes and `debug.dumps` reads."""
 MAX_CAPACITY = 1 << 20
 
 Operands = tuple[tuple[tuple[Any, Sequence[int]], ...], tuple[tuple[Any, Sequence[int]], ...]]

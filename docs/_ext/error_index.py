@@ -18,6 +18,11 @@ from torchdist_ref import error_index, errors
 
 INDEX = "reference/errors_index"
 RECORD = Path(__file__).parents[1] / f"{INDEX}.json"
+HANG_PAGE = "how-to/my_job_hangs"
+HANG = (
+    "**Which rank?** {doc}`/how-to/why_does_my_job_hang` names the rank and the line, from the dumps of the ranks or "
+    "the log of the job, in your browser."
+)
 WORLDS = {
     "alone": "Runs in one process.",
     "threads": "Runs on two ranks, as shown at the top of the index.",
@@ -80,6 +85,7 @@ def _entry(found: dict[str, Any]) -> str:
         "",
         f"**Cure.** {found['cure']}" + (f" See {{doc}}`/{found['page']}`." if found["page"] else ""),
         "",
+        *([HANG, ""] if found["page"] == HANG_PAGE else []),
         WORLDS[found["world"]],
         "",
         _block("python", first),

@@ -14,7 +14,8 @@ from typing import Any
 import schedule_data
 
 from torchdist_ref import schedules
-from torchdist_ref.schedules import Network, Schedule, simulate, violations
+from torchdist_ref.schedules import Network, Schedule, Violation, simulate, violations
+from torchdist_ref.schedules.cause import cause_of
 
 # Violations that are listed, and slots that are marked.
 MAX_SHOWN = 4
@@ -48,11 +49,19 @@ def examine(code: str, operation: str, ranks: str, size: str, network: str) -> s
         return json.dumps({"right": False, "said": explained(error), "schedule": None, "wrong": []})
     if wrong:
         more = f"\n… and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
-        said = "Wrong.\n" + "\n".join(map(str, wrong[:MAX_SHOWN])) + more
+        said = "Wrong.\n" + "\n".join(described(found, operation, one) for one in wrong[:MAX_SHOWN]) + more
         marks = [[".".join(map(str, (one.rank, *schedule_data.number(one.slot)))), one.round] for one in wrong]
         return json.dumps({"right": False, "said": said, "schedule": packed, "wrong": marks})
     said = f"Right on {world} ranks.\n{timed(found, operation, int(size), network)}"
     return json.dumps({"right": True, "said": said, "schedule": packed, "wrong": []})
+
+
+def described(found: Schedule, operation: str, wrong: Violation) -> str:
+    """Return a violation with the round and the move that cause it."""
+    if wrong.rule != "result" or operation == "barrier":
+        return str(wrong)
+    cause = cause_of(found, operation, wrong.rank, wrong.slot)
+    return f"{wrong}\n    cause: {cause}"
 
 
 def explained(error: Exception) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.debug.call_sites import STACKS_VARIABLE, user_frames
+from torchdist_ref.debug.call_sites import STACKS_VARIABLE
+from torchdist_ref.debug.frames import user_frames
 from torchdist_ref.testing import fill, run
 
 BACKENDS = pytest.mark.parametrize("backend", ["ref", "gloo"])
@@ -199,5 +200,8 @@ def test_frames_of_libraries_are_not_the_users() -> None:
         ("step", "/home/me/torch/train.py", 4),
     ]
     assert user_frames(frames) == [frames[3]]
+    # The stack may be of another Python than the one that reads it.
+    foreign = [("wait", "/opt/other/lib/python3.12/threading.py", 1), ("g", "/usr/lib/python3/dist-packages/a.py", 2)]
+    assert user_frames([*foreign, frames[3]]) == [frames[3]]
     assert user_frames(frames[:3]) == [frames[2]]
     assert user_frames(frames[:2]) == []

@@ -23,7 +23,7 @@ import torch
 import torchdist_ref as dist
 from torchdist_ref.calls import AllReduce, Barrier
 from torchdist_ref.debug import __main__ as command
-from torchdist_ref.debug import flight_recorder
+from torchdist_ref.debug import flight_recorder, report
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory, read_file
 from torchdist_ref.debug.verdict import Verdict, find_verdict
 from torchdist_ref.processes import failure_record
@@ -458,7 +458,7 @@ def test_a_trace_of_calls_at_the_same_time_has_few_threads_and_takes_little_time
         return Dumps({0: RankDump(0, "", (GroupCalls("a", (0,), events), GroupCalls("b", (0,), events[:1])))})
 
     def threads(times: list[tuple[int, int]]) -> list[object]:
-        events = command.chrome_trace(dump(times))["traceEvents"]
+        events = report.chrome_trace(dump(times))["traceEvents"]
         check_trace({"traceEvents": events, "displayTimeUnit": []}, ranks=1, calls=len(times) + 1)
         return [event["tid"] for event in events if event["ph"] == "X"]
 
@@ -466,7 +466,7 @@ def test_a_trace_of_calls_at_the_same_time_has_few_threads_and_takes_little_time
     assert threads([(1, 9), (2, 4), (3, 5), (4, 6), (5, 7), (6, 20), (9, 12)]) == [1, 2, 3, 2, 3, 2, 1, 4]
     crowd = dump([(start, 10**6) for start in range(1, 30_001)])
     began = process_time()
-    assert len(command.chrome_trace(crowd)["traceEvents"]) == 1 + 2 * 30_001
+    assert len(report.chrome_trace(crowd)["traceEvents"]) == 1 + 2 * 30_001
     # A look at each thread for each call took 10 seconds.
     assert process_time() < began + 3.0
 

@@ -42,8 +42,8 @@ from tests.debug.failing_programs import (
     waits_in_the_store,
 )
 from torchdist_ref.debug import flight_recorder
-from torchdist_ref.debug.call_sites import user_frames
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
+from torchdist_ref.debug.frames import user_frames
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
 from torchdist_ref.errors import explain_type
 from torchdist_ref.membership.events import (

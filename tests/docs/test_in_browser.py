@@ -7,8 +7,11 @@ Needs Chromium or Chrome, and the site in `docs/_build/html` or in the folder th
 
 from __future__ import annotations
 
+import base64
 import gzip
+import http.server
 import importlib.resources
+import json
 import os
 import re
 from pathlib import Path
@@ -16,16 +19,24 @@ from typing import Any
 
 import cost_data
 import explorer
+import hang_page
 import player as player_pages
 import pytest
 import schedule_data
 from collective_pictures import seconds
 
-from tests.docs.conftest import SITE
+from tests.debug.test_dumps import entry, write_nccl_dumps
+from tests.docs.conftest import SITE, served
+from tests.docs.test_python_in_pages import FILES, LOG
 from torchdist_ref import schedules
+from torchdist_ref.debug.dumps import read_directory
+from torchdist_ref.debug.verdict import find_verdict
 
 pytestmark = pytest.mark.browser
 
+HAS_PYTHON, HAS_EDITOR = (SITE / "_static/pyodide").exists(), (SITE / "_static/editor/index.js").exists()
+# Milliseconds: Python takes seconds to load, on a busy machine a minute.
+LOADED = 180_000
 KINDS = (
     "index.html",
     "collectives/index.html",
@@ -35,6 +46,7 @@ KINDS = (
     "explanation/schedules.html",
     "explanation/speed.html",
     "how-to/launch.html",
+    "how-to/why_does_my_job_hang.html",
     "reference/index.html",
     "reference/errors.html",
     "reference/surface_members.html",
@@ -423,24 +435,142 @@ def test_the_explorer_shows_other_operations_crossovers_and_recorded_runs(page: 
     assert page.locator(".explorer-plot text", has_text="bus bandwidth").count() == 1
 
 
+@pytest.mark.timeout(600)
 def test_the_workbench_runs_python_in_the_page(page: Any, address: str) -> None:
     look(page, 1400, "light")
     page.goto(address + "collectives/workbench.html")
-    page.locator('[data-role="run"]').click()
-    said = page.locator('[data-role="said"]')
-    if not (SITE / "_static" / "pyodide").exists():
-        page.wait_for_function("document.querySelector('[data-role=said]').textContent.includes('not be loaded')")
+    run, stop, said = (page.locator(f'[data-role="{role}"]') for role in ("run", "stop", "said"))
+    run.click()
+    if not HAS_PYTHON:
+        page.wait_for_selector('[data-role="said"]:has-text("could not be loaded")')
         return
-    page.wait_for_selector('[data-role="said"][data-right="true"]', timeout=60_000)
+    page.wait_for_selector('[data-role="said"][data-right="true"]', timeout=LOADED)
     assert "ring (catalogue)" in said.inner_text()
+    # A program without end leaves the page usable, and Stop ends it.
     code = page.locator("#workbench-code")
-    code.fill(code.input_value().replace("reduce=True", "reduce=step > 0"))
-    page.locator('[data-role="run"]').click()
+    right = code.input_value()
+    code.fill("while True:\n    pass")
+    run.click()
+    page.wait_for_selector('[data-role="said"]:has-text("Running")')
+    stop.click()
+    assert said.inner_text().startswith("Stopped.") and stop.is_disabled()
+    # What runs in the page can send nothing to another host: the browser refuses it.
+    arrived: list[str] = []
+
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            arrived.append(self.path)
+            self.send_response(200)
+            self.send_header("Access-Control-Allow-Origin", "*")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Print nothing."""
+
+    with served(Elsewhere) as other:
+        sends = f"import js\nrequest = js.XMLHttpRequest.new()\nrequest.open('GET', '{other}', False)\nrequest.send()\n"
+        code.fill(sends + right)
+        run.click()
+        page.wait_for_selector('[data-role="said"]:has-text("line 4: ")', timeout=LOADED)
+    assert arrived == []
+    code.fill(right.replace("reduce=True", "reduce=step > 0"))
+    run.click()
     page.wait_for_selector('[data-role="said"][data-right="false"]')
-    assert "rank 0, data[0], at the end" in said.inner_text()
+    assert "cause: round 1, move 1.data[0] -> 2.data[0]: replaces" in said.inner_text()
     page.locator('[data-role="stage"]').focus()
     page.keyboard.press("End")
     assert page.locator(".player-stage .wrong").count() > 0
+
+
+def test_the_workbench_offers_algorithms_and_colors_their_code(page: Any, address: str) -> None:
+    page.goto(address + "collectives/workbench.html")
+    code, first = page.locator("#workbench-code"), page.locator('[data-role="start-from"]')
+    assert len(first.locator("option").all()) == 6
+    if HAS_EDITOR:
+        page.wait_for_selector(".workbench .token.keyword")
+        colors = {word.evaluate("word => getComputedStyle(word).color") for word in page.locator(".token").all()[:40]}
+        assert len(colors) >= 4
+        assert page.locator(".workbench .pce-line").count() == len(code.input_value().splitlines()) + 1
+    first.select_option("broadcast: binomial tree")
+    assert "my broadcast" in code.input_value()
+    assert page.locator('[data-role="operation"]').input_value() == "broadcast"
+
+
+HANG = "how-to/why_does_my_job_hang.html"
+
+
+def drop(page: Any, files: dict[str, bytes]) -> None:
+    """Drop files on the page, as a user does with the mouse."""
+    page.evaluate(
+        """files => {
+            const transfer = new DataTransfer();
+            for (const [name, text] of Object.entries(files))
+                transfer.items.add(new File([Uint8Array.from(atob(text), c => c.charCodeAt(0))], name));
+            document.querySelector("[data-role=drop]").dispatchEvent(
+                new DragEvent("drop", {dataTransfer: transfer, bubbles: true, cancelable: true}));
+        }""",
+        {name: base64.b64encode(content).decode() for name, content in files.items()},
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PYTHON, reason="the site was built without Pyodide")
+def test_a_dropped_dump_gets_its_verdict_and_nothing_leaves_the_page(page: Any, address: str, tmp_path: Path) -> None:
+    look(page, 1400, "light")
+    asked: list[tuple[str, str]] = []
+    page.context.on("request", lambda request: asked.append((request.method, request.url)))
+    page.goto(address + HANG)
+    recorded = json.loads(hang_page.EXAMPLE.read_text())
+    dumps = {name: json.dumps(content).encode() for name, content in recorded.items()}
+    drop(page, dumps)
+    page.wait_for_selector('[data-role="said"][data-kind="behind"]', timeout=LOADED)
+    said = page.locator('[data-role="said"]')
+    for name, content in dumps.items():
+        (tmp_path / name).write_bytes(content)
+    assert said.inner_text() == find_verdict(read_directory(tmp_path)).sentence
+    assert said.get_attribute("data-ranks") == "3"
+    assert page.locator(".hang-scroll .bar").count() == 5 + 5 + 5 + 4
+    # torch's pickles, of NCCL and of Gloo, chosen as files.
+    for folder, more in (
+        ("nccl", {"state": "started"}),
+        ("gloo", {"profiling_name": "gloo:all_reduce", "state": "scheduled"}),
+    ):
+        calls = {rank: [entry(1, "barrier"), entry(2, "all_reduce", **more)] for rank in (0, 1)}
+        (tmp_path / folder).mkdir()
+        write_nccl_dumps(tmp_path / folder, calls | {2: [entry(1, "barrier")]})
+        page.locator("#hang-files").set_input_files(sorted((tmp_path / folder).iterdir()))
+        page.wait_for_selector('[data-role="said"]:has-text("Rank 2 is behind: ranks 0 and 1 wait for it in call 2")')
+    assert all(method == "GET" and url.startswith((address, "blob:", "data:")) for method, url in asked)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PYTHON, reason="the site was built without Pyodide")
+def test_a_pasted_log_gets_its_verdict_and_hostile_files_one_sentence(page: Any, address: str) -> None:
+    look(page, 390, "dark")
+    page.goto(address + HANG)
+    said = page.locator('[data-role="said"]')
+    page.locator("#hang-log").fill(LOG.read_text())
+    page.locator('[data-role="explain"]').click()
+    page.wait_for_selector('[data-role="said"][data-kind="raised"]', timeout=LOADED)
+    assert said.inner_text() == "Rank 1 raised at logged_job.py:32 in step: ValueError: bad batch 7."
+    page.locator('[data-role="clear"]').click()
+    for name in ("a program", "an archive that unfolds", "nested JSON", "other JSON", "names with markup"):
+        page.locator("#hang-files").set_input_files(
+            [{"name": "rank0.json", "mimeType": "application/json", "buffer": FILES[name]}]
+        )
+        page.wait_for_selector('[data-role="said"][data-kind]', timeout=LOADED)
+        assert len(said.inner_text().splitlines()) == 1, name
+    # Of a file that is too large nothing is read.
+    page.evaluate(
+        """() => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([new Uint8Array(1e8)], "rank0.json"));
+            document.querySelector("[data-role=drop]").dispatchEvent(
+                new DragEvent("drop", {dataTransfer: transfer, bubbles: true, cancelable: true}));
+        }"""
+    )
+    page.wait_for_selector('[data-role="skipped"]:has-text("rank0.json: larger than")', timeout=LOADED)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_copy_buttons_copy_code_without_prompts(page: Any, address: str) -> None:

@@ -7,11 +7,8 @@ import ast
 import builtins
 import hashlib
 import html
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -188,16 +185,6 @@ def test_the_address_of_the_style_sheet_changes_with_it(site: Path, parsed: dict
     for path, page in parsed.items():
         sheets = [each for each in page.fetched if "all.css" in each]
         assert len(sheets) == 1 and sheets[0].endswith(f"_static/all.css?v={digest}"), path
-
-
-def test_the_package_of_the_workbench_needs_nothing_else(site: Path, tmp_path: Path) -> None:
-    """Pyodide has the standard library alone."""
-    for name, text in json.loads((site / "_static" / "workbench" / "package.json").read_text("utf-8")).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import workbench_run; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_a_deep_link_to_a_name_on_the_official_pages_leads_to_its_counterpart(

@@ -1,6 +1,7 @@
 """Command `python -m torchdist_ref.debug DIRECTORY`: the verdict on the dumps of a job, a table, and a trace.
 
-With ``--request PID ...`` it asks running ranks for dumps instead. Do not add conclusions here: they belong to
+In place of a directory, a file with the log of a job gives the verdict on the log. With ``--request PID ...`` the
+command asks running ranks for dumps instead. Do not add conclusions here: they belong to
 `verdict`.
 """
 
@@ -9,17 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
+from torchdist_ref.debug.dumps import read_directory
 from torchdist_ref.debug.flight_recorder import request, write_privately
-from torchdist_ref.debug.verdict import MAX_NAMED, find_verdict, number_text, place
+from torchdist_ref.debug.job_log import errors_of, find_verdict_in_log, read_log
+from torchdist_ref.debug.report import chrome_trace, table
+from torchdist_ref.debug.verdict import find_verdict
 from torchdist_ref.processes.control import redirect_to_null
-
-_COLUMNS = ("rank", "group", "last completed", "not completed", "state", "where")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m torchdist_ref.debug", description="Explain the flight recorder dumps of a job, or ask for them."
     )
-    parser.add_argument("directory", nargs="?", help="directory with the dumps of all ranks, ours or torch's")
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        help="directory with the dumps of all ranks, ours or torch's; or a file with the job's log",
+    )
     parser.add_argument("--trace", metavar="FILE", help="file of the Chrome trace (default: DIRECTORY/trace.json)")
     parser.add_argument("--no-trace", action="store_true", help="write no trace")
     parser.add_argument("--request", metavar="PID", type=int, nargs="+", help="ask running ranks to write their dumps")
@@ -37,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.directory is None:
         parser.error("give a directory, or --request PID")
+    if Path(options.directory).is_file():
+        return explain_log(Path(options.directory))
     try:
         dumps = read_directory(options.directory)
     except OSError as error:
@@ -55,85 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def table(dumps: Dumps) -> str:
-    """Return a table with a row for each rank and group: its last completed call, and the first that is not."""
-    of_ranks = [(dump, group) for dump in dumps.ranks.values() for group in dump.groups]
-    # Calls through the store are listed where one of them has not completed: each job has an initialization.
-    open_groups = {group.name for _, group in of_ranks if any(event.state != "completed" for event in group.events)}
-    listed = [each for each in of_ranks if each[1].name in open_groups or not each[1].is_in_store]
-    rows = [_COLUMNS, *(_row(dump, group) for dump, group in listed)]
-    rows += [(str(rank), "", "", "", "no dump", "") for rank in dumps.missing[:MAX_NAMED]]
-    if (more := len(dumps.missing) - MAX_NAMED) > 0:
-        rows.append((f"{more} others", "", "", "", "no dump", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-def _row(dump: RankDump, group: GroupCalls) -> tuple[str, ...]:
-    completed = [event for event in group.events if event.state == "completed"]
-    pending = next((event for event in group.events if event.state != "completed"), None)
-    last = _words(completed[-1]) if completed else ""
-    if pending is None:
-        return str(dump.rank), group.name, last, "", "", place(dump)
-    state = f"failed: {pending.error_type}" if pending.error_type else pending.state
-    return str(dump.rank), group.name, last, _words(pending), state, place(dump, pending)
-
-
-def _words(event: Event) -> str:
-    return event.text if event.is_message else f"{number_text(event.number)} {event.text}"
-
-
-def chrome_trace(dumps: Dumps) -> dict[str, Any]:
-    """Return the calls in the Trace Event Format, which Perfetto and chrome://tracing open.
-
-    Each rank is a process. Each group has as many threads as it has calls at the same time. Calls that have not ended
-    last until the dump. Times are in microseconds since the first call of any rank, by the clocks of the hosts.
-    """
-    begins = [e.start_ns for dump in dumps.ranks.values() for g in dump.groups for e in g.events if e.start_ns]
-    origin = min(begins, default=0)
-    events = [event for dump in dumps.ranks.values() for event in _trace_of(dump, origin)]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _trace_of(dump: RankDump, origin: int) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", dump.rank, 0, f"rank {dump.rank}")
-    # Viewers take thread 0 of every process for the idle one of the system, and mix up its names.
-    thread = 1
-    for group in dump.groups:
-        lanes, free, busy = 0, list[int](), list[tuple[int, int]]()
-        for event in sorted((e for e in group.events if e.start_ns), key=lambda e: e.start_ns):
-            end = max(event.start_ns, event.end_ns or (event.start_ns if event.state == "completed" else dump.time_ns))
-            # Heaps, since a dump may have many calls at the same time: `busy` is ordered by the ends of calls.
-            while busy and busy[0][0] <= event.start_ns:
-                heappush(free, heappop(busy)[1])
-            if not free:
-                heappush(free, lanes)
-                lanes += 1
-                yield _metadata("thread_name", dump.rank, thread + free[0], group.name)
-            lane = heappop(free)
-            heappush(busy, (end, lane))
-            yield {
-                "name": event.op,
-                "cat": group.name,
-                "ph": "X",
-                "pid": dump.rank,
-                "tid": thread + lane,
-                "ts": (event.start_ns - origin) / 1000,
-                "dur": (end - event.start_ns) / 1000,
-                "args": {
-                    "number": number_text(event.number),
-                    "call": event.text,
-                    "state": event.state,
-                    "bytes": event.nbytes,
-                    "error": event.error,
-                },
-            }
-        thread += lanes
-
-
-def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": {"name": value}}
+def explain_log(path: Path) -> int:
+    """Write the verdict on a log and its errors; return 1 if the log has nothing to explain, else 0."""
+    log = read_log(path.read_text("utf-8", errors="replace"))
+    verdict = find_verdict_in_log(log)
+    sys.stdout.write(f"{verdict.sentence}\n")
+    for line, rank, text, where in errors_of(log):
+        sys.stdout.write(f"\nline {line}{f', rank {rank}' if rank else ''}: {text}{f' ({where})' if where else ''}")
+    sys.stdout.write("\n" if log.errors else "")
+    return int(verdict.kind == "nothing")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import os
 import sys
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torchdist_ref.calls import Call, Number
+from torchdist_ref.debug.frames import frame_text, user_frames
 from torchdist_ref.errors import DistError, MismatchError
 from torchdist_ref.recorder import Entry, Frame, Recorder, frames_of
 from torchdist_ref.stores import Store
@@ -31,8 +31,6 @@ STACKS_VARIABLE = "TORCH_SHOW_CPP_STACKTRACES"
 # Calls at different lines that are remembered, to recognize a later one at the same lines.
 REMEMBERED_CALLS = 64
 
-_OURS = frozenset(path.name for path in Path(__file__).parents[1].iterdir())
-_STDLIB = str(Path(os.__file__).parent)
 _SEPARATOR = "\x1f"
 
 log = logging.getLogger("torchdist_ref.debug")
@@ -56,31 +54,6 @@ def warn_of_autograd(operation: str, written: Sequence[Any]) -> None:
             "collective that autograd differentiates, or .detach() to say that none is wanted.",
             operation,
         )
-
-
-def user_frames(frames: Sequence[Frame]) -> list[Frame]:
-    """Return the frames of the program: not those of torch, of this library and of Python's own modules."""
-    outside = [frame for frame in frames if not _is_library(frame[1])]
-    own = [f for f in outside if not f[1].startswith((_STDLIB, "<frozen")) and "site-packages" not in f[1]]
-    return own or outside
-
-
-def _is_library(file: str) -> bool:
-    """Return whether a file, perhaps of another host, is one of torch's or of this library's."""
-    _, found, inside = file.rpartition("/torchdist_ref/")
-    return (bool(found) and inside.partition("/")[0] in _OURS) or "-packages/torch/" in file
-
-
-def frame_text(frame: Frame | None) -> str:
-    """Return the place of a frame: file, line and function.
-
-    >>> frame_text(("step", "/home/me/train.py", 41))
-    'train.py:41 in step'
-    """
-    if frame is None:
-        return "an unknown place"
-    function, file, line = frame
-    return f"{Path(file).name}:{line} in {function}"
 
 
 def record_stacks(recorder: Recorder) -> None:

@@ -17,10 +17,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchdist_ref.debug.flight_recorder import FORMAT
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.membership.events import Failure
-from torchdist_ref.recorder import Frame
+from torchdist_ref.recorder import FORMAT, Frame
 
 MAX_FILE_BYTES = 64 << 20
 MAX_VALUES = 5_000_000
@@ -257,7 +256,7 @@ def read_file(path: Path) -> RankDump:
             return _torchs_dump(content, path.name)
     except DumpError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
         raise DumpError(f"not a dump of a flight recorder: {error!r}"[:300]) from error
     _refuse("not a dump of a flight recorder")
 

@@ -41,6 +41,7 @@ from torchdist_ref.processes.failure_record import (
     wants_dumps,
 )
 from torchdist_ref.recorder import (
+    FORMAT,
     STORE,
     CallRecord,
     Frame,
@@ -52,7 +53,6 @@ from torchdist_ref.recorder import (
     report_failures_to,
 )
 
-FORMAT = "torchdist_ref flight recorder"
 VERSION = 1
 LEFT = "the rank left the world"
 """Reason of the dump of a rank that destroyed its groups, or whose program ended."""

@@ -19,8 +19,8 @@ from operator import eq
 from signal import SIGABRT
 from textwrap import shorten
 
-from torchdist_ref.debug.call_sites import frame_text, user_frames
 from torchdist_ref.debug.dumps import GLOO_ABORTS, Dumps, Event, GroupCalls, RankDump
+from torchdist_ref.debug.frames import frame_text, user_frames
 from torchdist_ref.membership.events import ABORTED, DIED, KILLED, STALLED, Failure
 from torchdist_ref.membership.words import absence_of, ending_text, reason_of
 from torchdist_ref.recorder import Frame
@@ -124,10 +124,10 @@ def find_verdict(dumps: Dumps) -> Verdict:
 # ---- words
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Return the names of ranks in words.
 
-    >>> _ranks([2]), _ranks([0, 1, 3])
+    >>> ranks_text([2]), ranks_text([0, 1, 3])
     ('rank 2', 'ranks 0, 1 and 3')
     """
     names = [str(rank) for rank in sorted(ranks)]
@@ -136,7 +136,8 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _capital(text: str) -> str:
+def capitalized(text: str) -> str:
+    """Return a sentence with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
@@ -203,14 +204,14 @@ def _difference(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     if order is not None and len({event.compared for r, event in calls.items() if r in odd}) == 1:
         kind, words = order
         both = "" if not tied else " or the reverse"
-        sentence = f"{_capital(_ranks(odd))} {words} in group {group.name!r}{both}: {_sides(dumps, calls)}."
+        sentence = f"{capitalized(ranks_text(odd))} {words} in group {group.name!r}{both}: {_sides(dumps, calls)}."
         return Verdict(kind, tuple(sorted(calls)) if tied else odd, sentence, group.name, number)
     if tied:
         # A dump that is missing would show who differs.
         lack = "".join(f"; {dumps.lack(rank)}" for rank in group.members[:MAX_NAMED] if rank not in dumps.ranks)
-        sentence = f"{_capital(_ranks(calls))} made different calls as {where}: {_sides(dumps, calls)}{lack}."
+        sentence = f"{capitalized(ranks_text(calls))} made different calls as {where}: {_sides(dumps, calls)}{lack}."
         return Verdict("mismatch", tuple(sorted(calls)), sentence, group.name, number)
-    sentence = f"{_capital(_ranks(odd))} made another call than the others as {where}: {_sides(dumps, calls)}."
+    sentence = f"{capitalized(ranks_text(odd))} made another call than the others as {where}: {_sides(dumps, calls)}."
     return Verdict("mismatch", odd, sentence, group.name, number)
 
 
@@ -219,7 +220,7 @@ def _sides(dumps: Dumps, calls: Mapping[int, Event]) -> str:
     sides: dict[str, list[int]] = {}
     for rank, event in calls.items():
         sides.setdefault(f"{event.text}{_at(dumps.ranks[rank], event)}", []).append(rank)
-    return ", ".join(f"{_ranks(ranks)} made {text}" for text, ranks in sides.items())
+    return ", ".join(f"{ranks_text(ranks)} made {text}" for text, ranks in sides.items())
 
 
 def _order(group: JobGroup, number: Number, odd: int, usual: int) -> tuple[str, str] | None:
@@ -262,7 +263,7 @@ def _first_raised(candidates: Iterable[RankDump]) -> Verdict | None:
     if not own:
         return None
     dump = min(own, key=lambda dump: dump.time_ns)
-    return Verdict("raised", (dump.rank,), f"Rank {dump.rank} raised{_at(dump)}: {_quoted(dump.error)}")
+    return Verdict("raised", (dump.rank,), f"Rank {dump.rank} raised{_at(dump)}: {quoted(dump.error)}")
 
 
 def _failed_because_of_another(dump: RankDump) -> bool:
@@ -270,7 +271,7 @@ def _failed_because_of_another(dump: RankDump) -> bool:
     return dump.cause is not None or any(event.failure is not None for group in dump.groups for event in group.events)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return the text of an error in one line that ends as a sentence, cut at a word if it is long."""
     line = shorten(text, MAX_QUOTED, placeholder=" …")
     return line if line.endswith((".", "…")) else f"{line}."
@@ -298,12 +299,12 @@ def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     ]
     where = f"{event.text}" if number is None else f"call {number_text(number)} of group {group.name!r}, {event.text}"
     dead = tuple(sorted(set(failure.ranks) - gave_up))
-    which = _ranks(dead) if dead else "a rank"
+    which = ranks_text(dead) if dead else "a rank"
     cause = "; ".join(map(ending_text, failure.endings))
-    witnesses = f"{_ranks(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
+    witnesses = f"{ranks_text(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
     aborted = any(ending.how == KILLED and ending.number == SIGABRT for ending in failure.endings)
     hint = GLOO_ABORTS if group.backend == "gloo" and aborted else ""
-    sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}{hint}."
+    sentence = f"{capitalized(which)} died: {witnesses}{f' ({cause})' if cause else ''}{hint}."
     return Verdict("died", dead, sentence, "" if number is None else group.name, number)
 
 
@@ -334,7 +335,7 @@ def _abort(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     culprit, reason = failure.ranks[0], reason_of(failure)
     number = None if event.is_message else event.number
     where = _call_text(event, group.name) + _at(dumps.ranks[witness], event)
-    sentence = f"Rank {culprit} aborted, and rank {witness} failed in {where}: {_quoted(reason)}"
+    sentence = f"Rank {culprit} aborted, and rank {witness} failed in {where}: {quoted(reason)}"
     return Verdict("raised", (culprit,), sentence, group.name, number)
 
 
@@ -345,9 +346,9 @@ def _failed(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
         return None
     first = min(failed, key=lambda dump: dump.time_ns)
     order = f", rank {first.rank} first," if len(failed) > 1 else ""
-    sentence = f"{_capital(_ranks(dump.rank for dump in failed))} failed{order}"
+    sentence = f"{capitalized(ranks_text(dump.rank for dump in failed))} failed{order}"
     ranks = first.failure.ranks if first.failure else ()
-    return Verdict("failed", ranks, f"{sentence}{_at(first)}: {_quoted(first.error)}")
+    return Verdict("failed", ranks, f"{sentence}{_at(first)}: {quoted(first.error)}")
 
 
 # ---- waits
@@ -379,10 +380,12 @@ def _wait(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     if rank in waits:
         cycle = chain[chain.index(rank) :]
         steps = ", ".join(
-            f"rank {r} waits in {_where(waits[r])}{_at(dumps.ranks[r], waits[r].event)} for {_ranks(waits[r].ends)}"
+            f"rank {r} waits in {_where(waits[r])}{_at(dumps.ranks[r], waits[r].event)} for {ranks_text(waits[r].ends)}"
             for r in cycle
         )
-        return Verdict("deadlock", tuple(sorted(cycle)), f"{_capital(_ranks(cycle))} wait for each other: {steps}.")
+        return Verdict(
+            "deadlock", tuple(sorted(cycle)), f"{capitalized(ranks_text(cycle))} wait for each other: {steps}."
+        )
     return _behind(dumps, groups, waits[chain[-1]], waits)
 
 
@@ -405,7 +408,7 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     same = [w.rank for w in waits.values() if (w.group, w.event.number, w.event.op) == _key(last)] or [last.rank]
     if number is None:
         same = [last.rank]
-    waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
+    waiting = f"{ranks_text(same)} {'waits' if len(same) == 1 else 'wait'}"
     pronoun = "it" if len(absent) == 1 else "them"
     failures = [wait.event.failure for wait in waits.values()]
     # Also one whose call goes on, while its program has given up the wait.
@@ -417,7 +420,9 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     ask = "" if all(rank in dumps.ranks or left.get(rank) for rank in absent) else _HOW_TO_ASK
     where = _at(dumps.ranks[last.rank], last.event)
     call = last.event.text if last.event.awaited is not None else f"{call} of group {last.group!r}"
-    sentence = f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {pronoun} in {call}{where}; {states}{ask}."
+    sentence = (
+        f"{capitalized(ranks_text(absent))} {verb} behind: {waiting} for {pronoun} in {call}{where}; {states}{ask}."
+    )
     return Verdict("behind", absent, sentence, last.group, number)
 
 
@@ -518,9 +523,9 @@ def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
             first = min(event.start_ns for event in early.values())
             seconds = (max(calls[r].start_ns for r in late) - first) / 1e9
             text = (
-                f"{_capital(_ranks(late))} came late to call {number_text(number)} of group {group.name!r}, "
+                f"{capitalized(ranks_text(late))} came late to call {number_text(number)} of group {group.name!r}, "
                 f"{calls[late[0]].text}{_at(dumps.ranks[late[0]], calls[late[0]])}: {seconds:.3g} s after "
-                f"{_ranks(early)}, whose time-out had passed."
+                f"{ranks_text(early)}, whose time-out had passed."
             )
             return Verdict("late", late, text, group.name, number)
     return None
@@ -559,9 +564,9 @@ def _call_sites(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
                     texts = (frame_text(user_frame(others[rank].frames)) for rank in (one, other))
                     where = dict(zip((one, other), texts, strict=True))
                     sentence = (
-                        f"{_capital(_ranks(pair))} made calls {number_text(earlier)} and {number_text(number)} of "
-                        f"group {group.name!r}, {calls[one].text}, in different orders: call {number_text(earlier)} is "
-                        f"that of {where[one]} on rank {one}, and that of {where[other]} on rank {other}."
+                        f"{capitalized(ranks_text(pair))} made calls {number_text(earlier)} and {number_text(number)} "
+                        f"of group {group.name!r}, {calls[one].text}, in different orders: call {number_text(earlier)} "
+                        f"is that of {where[one]} on rank {one}, and that of {where[other]} on rank {other}."
                     )
                     return Verdict("sites", pair, sentence, group.name, earlier)
             differing.append((number, calls))
