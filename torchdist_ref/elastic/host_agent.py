@@ -82,18 +82,19 @@ class JobEnd:
     is_own: bool = False
 
 
-def run_agent(settings: AgentSettings, workers: Workers, log: Callable[[str], None]) -> JobEnd:
+def run_agent(settings: AgentSettings, workers: Workers, log: Callable[[str], None], name: str = "") -> JobEnd:
     """Take part in a job until it ends.
 
     Args:
         settings: Settings of this host.
         workers: Workers of this host; the caller closes them.
         log: Function that receives lines for the user.
+        name: Name of this host, for messages. Default: that of the environment, or of the system.
 
     Returns:
         The end of the job. Code 2 stands for a wrong option or a host that did not come.
     """
-    name = os.environ.get("TORCHDIST_REF_HOST_ID") or socket.gethostname()
+    name = name or os.environ.get("TORCHDIST_REF_HOST_ID") or socket.gethostname()
     wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     connections = AgentConnections(settings, name, wake, log)
     try:

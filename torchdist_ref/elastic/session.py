@@ -126,8 +126,9 @@ class LocalLink:
         decisions: Decisions of the coordinator; None ends the session.
     """
 
-    reports: SimpleQueue[Message | Exception] = field(default_factory=SimpleQueue)
-    decisions: SimpleQueue[Message | None] = field(default_factory=SimpleQueue)
+    # Looked up when a link is made: on simulated hosts, the name means another class.
+    reports: SimpleQueue[Message | Exception] = field(default_factory=lambda: SimpleQueue())
+    decisions: SimpleQueue[Message | None] = field(default_factory=lambda: SimpleQueue())
 
 
 class AgentSession:

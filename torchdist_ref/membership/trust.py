@@ -45,6 +45,7 @@ from typing import Any
 
 from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError, rank_names
 from torchdist_ref.processes.forks import close_copies_in_child
+from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.processes.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.stores.addresses import is_loopback
@@ -161,6 +162,9 @@ class KeyAgreement:
         elif isinstance(inner := innermost(store), HashStore):
             # Its users share the memory of this process.
             self._complete = lambda store, *_: SealedStore(store, inner.session_key)
+        elif simulated_place.get():
+            # So do simulated ranks, whatever their store.
+            self._complete = lambda store, *_: SealedStore(store, _PUBLIC_KEY)
         else:
             self._prepare_user(store, on_close)
 

@@ -24,6 +24,8 @@ class Wires:
     Attributes:
         hosts: Host of each rank.
         cut: Pairs of ranks between which nothing arrives, in both orders.
+        cut_hosts: Pairs of hosts between whose ranks nothing arrives, in both orders.
+        silent: Ranks on hosts that have ended: nothing arrives from them or at them any more.
 
     >>> wires = Wires(Network(alpha=1.0, beta=0.5, hosts=(0, 1, 1), local_alpha=0.25, local_beta=0.0), 3)
     >>> wires.arrival(0.0, 0, 1, 4), wires.arrival(0.0, 0, 2, 4), wires.arrival(0.0, 1, 2, 4)
@@ -34,15 +36,24 @@ class Wires:
 
     def __init__(self, network: Network, size: int) -> None:
         self.network = network
-        self.hosts = network.hosts or tuple(range(size))
+        self.hosts = [*(network.hosts or range(size))]
         self._arrived: dict[tuple[int, int], float] = {}
         self.cut: set[tuple[int, int]] = set()
+        self.cut_hosts: set[tuple[int, int]] = set()
+        self.silent: set[int] = set()
         self._longer: dict[tuple[int, int], float] = {}
         self._sending, self._receiving, self._working = [0.0] * size, [0.0] * size, [0.0] * size
         if not network.overlap:
             self._sending = self._receiving = self._working
         self._cards_out = dict.fromkeys(self.hosts, 0.0)
         self._cards_in = dict.fromkeys(self.hosts, 0.0)
+
+    def add(self, host: int) -> int:
+        """Add a rank on a host, and return its number."""
+        self.hosts.append(host)
+        for busy in {id(times): times for times in (self._sending, self._receiving, self._working)}.values():
+            busy.append(0.0)
+        return len(self.hosts) - 1
 
     def occupy(self, now: float, rank: int, seconds: float) -> float:
         """Return when a rank has done some work that it begins now, and occupy its processor for it."""
@@ -97,7 +108,9 @@ class Wires:
 
     def is_cut(self, source: int, target: int) -> bool:
         """Return whether nothing arrives between two ranks."""
-        return (source, target) in self.cut
+        return (source, target) in self.cut or (
+            bool(self.cut_hosts) and (self.hosts[source], self.hosts[target]) in self.cut_hosts
+        )
 
     def cut_off(self, some: Iterable[int], others: Iterable[int]) -> None:
         """Let nothing arrive between some ranks and others."""

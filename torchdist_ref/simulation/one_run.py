@@ -23,6 +23,7 @@ from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, add_note, explain, rank_names
 from torchdist_ref.groups import world as worlds
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
+from torchdist_ref.simulation.connections import Ports, connected
 from torchdist_ref.simulation.faults import Cut, Delay, EndStore, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
@@ -152,6 +153,7 @@ class OneRun:
             installed(programs),
             watched_waits(),
             transport(self.world),
+            connected(Ports(self.world)),
         ):
             with building(scheduler):
                 self.store = SimulatedStore(self.world)

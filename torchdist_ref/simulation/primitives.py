@@ -15,12 +15,14 @@ from __future__ import annotations
 import _thread
 import concurrent.futures.thread
 import contextvars
+import os
 import queue
+import select
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 
 from torchdist_ref.simulation.scheduler import Scheduler, SimulationEnded, Task, current_task
+from torchdist_ref.timeouts import Clock
 
 EPOCH = 1_000_000_000.0
 """`time.time()` at the beginning of each run."""
@@ -341,6 +344,33 @@ def _sleep(seconds: float) -> None:
     scheduler.sleep(seconds)
 
 
+_real_eventfd_write, _wait = os.eventfd_write, Clock.wait
+_at_descriptors: dict[Task, None] = {}
+"""Tasks that wait for a descriptor. Those of ranks are eventfds, and become readable when a rank writes to them."""
+
+
+def _write_eventfd(descriptor: int, value: int) -> None:
+    _real_eventfd_write(descriptor, value)
+    if (task := current_task()) is not None:
+        for waiting in [*_at_descriptors]:
+            task.scheduler.wake(waiting)
+
+
+def _wait_for_descriptors(
+    clock: Clock, descriptors: select.poll | Iterable[int], seconds: float | None = None
+) -> list[int]:
+    task = _step()
+    if task is None:
+        return _wait(clock, descriptors, seconds)
+    scheduler = task.scheduler
+    end = None if seconds is None else scheduler.now + seconds
+    while not (ready := _wait(clock, descriptors, 0.0)) and (end is None or scheduler.now < end):
+        _at_descriptors[task] = None
+        scheduler.block("a descriptor", None if end is None else end - scheduler.now)
+        del _at_descriptors[task]
+    return ready
+
+
 def _nanoseconds(now: float) -> int:
     return round(now * 1e9)
 
@@ -422,6 +452,7 @@ _FUNCTIONS: dict[Any, Any] = {
     threading.Lock: _made_by(threading.Lock, SimulatedLock),
     _thread.allocate_lock: _made_by(_thread.allocate_lock, SimulatedLock),
     threading.RLock: _made_by(threading.RLock, SimulatedRLock),
+    os.eventfd_write: _write_eventfd,
     queue.SimpleQueue: _made_by(queue.SimpleQueue, SimulatedQueue),
     threading.current_thread: _thread_of_caller,
     torch.futures.wait_all: _wait_all,
@@ -430,9 +461,10 @@ _METHODS: tuple[tuple[Any, str, Any], ...] = (
     (_Thread, "start", _start_thread),
     (_Thread, "join", _join_thread),
     (_Thread, "is_alive", _is_thread_alive),
+    (Clock, "wait", _wait_for_descriptors),
     (torch.futures.Future, "wait", _wait_for_future),
 )
-_OF_PYTHON = ("threading", "queue", "time", "concurrent.futures._base", "concurrent.futures.thread", "torch.futures")
+_OF_PYTHON = ("os", "threading", "queue", "time", "concurrent.futures._base", "concurrent.futures.thread", "torch.futures")
 """Modules of Python and torch in which names are replaced, beside those of this library and of the program."""
 
 
@@ -471,6 +503,7 @@ def installed(programs: Sequence[ModuleType] = ()) -> Iterator[None]:
     finally:
         for where, name, value in reversed(replaced):
             setattr(where, name, value)
+        _at_descriptors.clear()
         _forget_workers()
 
 

@@ -18,7 +18,6 @@ from torchdist_ref.errors import ArgumentError, UsageError, explain
 from torchdist_ref.groups.torch_tables import adapt_torch
 from torchdist_ref.simulation import memory
 from torchdist_ref.simulation.scheduler import current_task
-from torchdist_ref.stores import TCPStore
 
 SIMULATED_BACKENDS = ("ref", "fake")
 _factory_of = registry.factory_of
@@ -65,12 +64,6 @@ _INIT = (
     "torch.distributed.init_process_group: it connects by sockets of torch's, which have no virtual time. "
     "Simulated ranks have a default group already, which torch.distributed uses too; leave out this call"
 )
-_STORE = (
-    "TCPStore: sockets have no virtual time. Simulated ranks have a store already: call "
-    "torchdist_ref.simulation.simulated_store()"
-)
-
-
 @contextmanager
 def refusing() -> Iterator[None]:
     """Refuse such functions in the block, on simulated ranks alone."""
@@ -78,7 +71,6 @@ def refusing() -> Iterator[None]:
     adapt_torch()
     places: list[tuple[Any, str, Any]] = [
         (registry, "factory_of", _factory_on_rank),
-        (TCPStore, "__init__", _refused(TCPStore.__init__, _STORE)),
     ]
     init = _refused(c10d.init_process_group, _INIT)
     places += [(where, "init_process_group", init) for where in (c10d, c10d.distributed_c10d)]

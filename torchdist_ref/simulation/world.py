@@ -70,6 +70,19 @@ class SimulatedWorld:
         """Let the calling context be that of a rank, with its host and its process."""
         simulated_place.set((f"{HOST_PREFIX}{self.wires.hosts[rank]}", FIRST_PID + rank))
 
+    def add_rank(self, host: int) -> int:
+        """Add a rank that starts later, on a host, and return its number."""
+        self.size += 1
+        return self.wires.add(host)
+
+    def end_host(self, host: int) -> list[int]:
+        """End a host as by a power failure: its ranks do nothing any more, and nobody is told. Return these ranks."""
+        ranks = [rank for rank, its_host in enumerate(self.wires.hosts) if its_host == host]
+        self.wires.silent |= set(ranks)
+        for rank in ranks:
+            self.scheduler.kill(rank)
+        return ranks
+
     def record(self, rank: int, kind: str, *facts: Any) -> None:
         """Add an entry to the timeline."""
         self.timeline.add(self.scheduler.now, rank, kind, *facts)

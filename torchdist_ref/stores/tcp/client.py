@@ -102,7 +102,7 @@ class ServerAddress:
             )
 
 
-def open_socket(server: ServerAddress, deadline: Deadline) -> socket.socket:
+def open_socket(server: ServerAddress, deadline: Deadline) -> DeadlineSocket:
     """Return a socket to a server, at the address that accepts first.
 
     Raises:
@@ -121,7 +121,7 @@ def open_socket(server: ServerAddress, deadline: Deadline) -> socket.socket:
     except BaseException:
         sock.close()
         raise
-    return sock
+    return DeadlineSocket(sock)
 
 
 def _refused(server: ServerAddress, user: int) -> Exception:
@@ -471,7 +471,7 @@ class ClientConnection:
     # Handshake
 
     def _open(self, deadline: Deadline) -> DeadlineSocket:
-        sock = DeadlineSocket(open_socket(self._server, deadline))
+        sock = open_socket(self._server, deadline)
         try:
             self._shake_hands(sock, deadline.at)
         except BaseException:
