@@ -44,7 +44,9 @@ class KeepAlives:
         due = inf
         for agent in agents:
             since = self._last_beats.get(agent, (-1, -inf))[1]
-            was_late = self._looked_at - since >= LATE_SECONDS
+            # By the sum that is returned: by a difference, which is rounded otherwise, a look at the very time that is due
+            # may be too early, and due again at once.
+            was_late = self._looked_at >= since + LATE_SECONDS
             due = min(due, since + (self._silence_seconds if was_late else LATE_SECONDS))
         return due
 
@@ -63,9 +65,9 @@ class KeepAlives:
         if beat > before:
             self._last_beats[agent] = beat, now
             return Finding.BEAT
-        if has_disconnected and now - since >= LATE_SECONDS:
+        if has_disconnected and now >= since + LATE_SECONDS:
             return Finding.DISCONNECTED
-        return Finding.SILENT if now - since >= self._silence_seconds else Finding.WAITING
+        return Finding.SILENT if now >= since + self._silence_seconds else Finding.WAITING
 
     def silence(self, agent: str, now: float) -> float:
         """Return for how long an agent has been silent, in seconds."""

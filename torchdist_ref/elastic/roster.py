@@ -285,7 +285,7 @@ class Roster:
     def next_time(self) -> float:
         """Return the time of the next `tick` that has something to do."""
         times = [at for at, _ in self._actions]
-        if not self.running:
+        if not self.running and not self.ended:
             times += [self._report_at] if self._is_enough() else [self._report_at, self._give_up_at]
             times += [self._waits_until] if self._waits_until > self.now else []
         return min(times, default=float("inf"))

@@ -180,9 +180,18 @@ class AgentSession:
         store.set_timeout(timedelta(seconds=WELCOME_SECONDS))
         self._secret = secret
         self._sealed = session_store(store, secret, self._nonce)
-        self._pulse = store.clone() if local is None else None
         self._next, self._leader = 0, where
-        self._next = self._join(rules)
+        self._pulse: TCPStore | None = None
+        try:
+            self._pulse = store.clone() if local is None else None
+            self._next = self._join(rules)
+        except AuthenticationError:
+            raise
+        except (StoreTimeoutError, DistNetworkError) as error:
+            # Its host may end between any two requests.
+            if self._pulse is not None:
+                self._pulse.close()
+            raise CoordinatorLost(f"the agent at {where} is lost ({_reason(error)})", _has_refused(error)) from error
         targets = [(self._read_decisions, "decisions")] + [(self._keep_alive, "keep-alive")] * (local is None)
         self._threads = [
             threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True) for target, name in targets

@@ -80,7 +80,7 @@ def write(error: BaseException) -> None:
     name = os.environ.get(ERROR_FILE)
     if not name or Path(name).exists():
         return
-    if _is_caused_by_another_rank(error):
+    if is_caused_by_another_rank(error):
         _note(is_consequence=True)
         return
     with suppress(OSError):
@@ -101,7 +101,8 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _is_caused_by_another_rank(error: BaseException | None) -> bool:
+def is_caused_by_another_rank(error: BaseException | None) -> bool:
+    """Return whether an exception names the failure of another rank as its cause."""
     while error is not None:
         if isinstance(error, _CAUSED_BY_ANOTHER_RANK):
             return True

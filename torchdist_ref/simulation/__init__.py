@@ -1,14 +1,16 @@
 """A cluster in one process: hundreds of ranks, virtual time, a network and failures, by the library's own code.
 
-`run` calls a program on simulated ranks, `explore` looks for an interleaving in which it fails.
+`run` calls a program on simulated ranks, `explore` looks for an interleaving in which it fails, and
+`run_job` runs an elastic job on simulated hosts.
 """
 
 from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
 from torchdist_ref.schedules.network import Network
-from torchdist_ref.simulation.faults import Cut, Delay, EndStore, Fault, Kill, Slow, Stop
+from torchdist_ref.simulation.elastic_job import SimulatedAttempt, SimulatedJob
+from torchdist_ref.simulation.faults import Cut, Delay, EndHost, EndStore, Fault, Kill, Slow, Stop
 from torchdist_ref.simulation.one_run import simulated_operations, simulated_store
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
-from torchdist_ref.simulation.running import FailingOrder, explore, run
+from torchdist_ref.simulation.running import FailingOrder, explore, run, run_job
 from torchdist_ref.simulation.timeline import Happening, Timeline
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Cut",
     "DeadlockError",
     "Delay",
+    "EndHost",
     "EndStore",
     "FailingOrder",
     "Fault",
@@ -24,12 +27,15 @@ __all__ = [
     "Network",
     "RankError",
     "RankTimeoutError",
+    "SimulatedAttempt",
+    "SimulatedJob",
     "SimulatedRun",
     "Slow",
     "Stop",
     "Timeline",
     "explore",
     "run",
+    "run_job",
     "simulated_operations",
     "simulated_store",
 ]

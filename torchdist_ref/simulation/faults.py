@@ -162,12 +162,44 @@ class EndStore(Fault):
         return (self.rank,)
 
 
+@dataclass(frozen=True)
+class EndHost(Fault):
+    """End of a host, as by a power failure: its ranks do nothing any more, and nobody is told.
+
+    Where a rank is killed, the system closes its connections, and the others notice at once. The end of a host is
+    noticed by those alone who wait for something of it, at their time-out. In `run_job`, the agent of the host ends too.
+
+    Args:
+        host: Host: a number of the network's `hosts`, or one of the hosts of a job.
+    """
+
+    host: int = 0
+
+    def check_hosts(self, hosts: Collection[int], counted: bool) -> None:
+        """Raise unless the fault fits these hosts; `counted` is whether they have agents whose operations count.
+
+        Raises:
+            ArgumentError: There is no such host, or it ends at an operation of nobody.
+        """
+        if type(self.host) is not int or self.host not in hosts:
+            expected = f"one of the hosts {', '.join(map(str, sorted(hosts)))}"
+            raise ArgumentError(explain("simulation.EndHost", "host", expected, self.host))
+        if self.operation and not counted:
+            hint = "Operations of an agent are counted in run_job alone."
+            raise ArgumentError(explain("simulation.EndHost", "at", "a time", f"operation={self.operation}", hint=hint))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_all(faults: Sequence[Fault], world_size: int) -> None:
+def check_all(faults: Sequence[Fault], world_size: int, hosts: Collection[int]) -> None:
     """Raise unless each of some values is a fault that fits a world.
+
+    Args:
+        faults: The values.
+        world_size: Number of ranks.
+        hosts: Hosts of the ranks.
 
     Raises:
         ArgumentError: One is not.
@@ -176,5 +208,35 @@ def check_all(faults: Sequence[Fault], world_size: int) -> None:
         raise ArgumentTypeError(explain("simulation.run", "faults", "a sequence of faults", faults))
     for fault in faults:
         if not isinstance(fault, Fault) or type(fault) is Fault:
-            raise ArgumentError(explain("simulation.run", "faults", "Kill, Stop, Slow, Cut, Delay or EndStore", fault))
+            expected = "Kill, Stop, Slow, Cut, Delay, EndHost or EndStore"
+            raise ArgumentError(explain("simulation.run", "faults", expected, fault))
         fault.check(world_size)
+        if isinstance(fault, EndHost):
+            fault.check_hosts(hosts, counted=False)
+
+
+def check_job(faults: Sequence[Fault], hosts: int, workers: int) -> None:
+    """Raise unless each of some values is a fault that fits an elastic job.
+
+    Args:
+        faults: The values.
+        hosts: Number of hosts.
+        workers: Number of workers of each host.
+
+    Raises:
+        ArgumentError: One does not.
+    """
+    if not isinstance(faults, Sequence):
+        raise ArgumentTypeError(explain("simulation.run_job", "faults", "a sequence of faults", faults))
+    for fault in faults:
+        # The subclass `Delay` is none of them.
+        if type(fault) not in (EndHost, Kill, Cut):
+            hint = "A job has a store of its own in each attempt, and its ranks are new ones."
+            raise ArgumentError(explain("simulation.run_job", "faults", "EndHost, Kill or Cut", fault, hint=hint))
+        fault.check(hosts * workers if isinstance(fault, Kill) else hosts)
+        if isinstance(fault, EndHost):
+            fault.check_hosts(range(hosts), counted=True)
+        elif fault.operation:
+            hint = "Of a job, the operations of agents are counted, for EndHost."
+            expected, got = "a time", f"operation={fault.operation}"
+            raise ArgumentError(explain(f"simulation.{type(fault).__name__}", "at", expected, got, hint=hint))

@@ -24,7 +24,7 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledEr
 from torchdist_ref.groups import world as worlds
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
 from torchdist_ref.simulation.connections import Ports, connected
-from torchdist_ref.simulation.faults import Cut, Delay, EndStore, Fault, Kill, Slow, Stop, check_all
+from torchdist_ref.simulation.faults import Cut, Delay, EndHost, EndStore, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
 from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refuse_many_ranks, refusing
@@ -104,7 +104,8 @@ class OneRun:
     ) -> None:
         _check(fn, world_size, network, compute, backend, timeout)
         _check_order(seed, decisions, progress)
-        check_all(faults, world_size)
+        hosts = range(world_size) if network is None or network.hosts is None else network.hosts
+        check_all(faults, world_size, {0} if network is None else set(hosts))
         self.fn, self.size, self.args, self.seed, self.timeout = fn, world_size, args, seed, timeout
         self.backend, self.init, self.faults = backend, init, faults
         self.progress, self._reported = progress, real_monotonic()
@@ -117,6 +118,7 @@ class OneRun:
         self.recorded: Sequence[float] | None = compute if recorded else None  # type: ignore[assignment]
         self.wires = Wires(network or Network(0.0, 0.0, 0.0, (0,) * world_size, 0.0, 0.0), world_size)
         self.world = SimulatedWorld(self.scheduler, self.wires, world_size)
+        self.ports = Ports(self.world)
         self.timeline = self.world.timeline
         self.outcomes: dict[int, Outcome] = {}
         self.times = [0.0] * world_size
@@ -153,7 +155,7 @@ class OneRun:
             installed(programs),
             watched_waits(),
             transport(self.world),
-            connected(Ports(self.world)),
+            connected(self.ports),
         ):
             with building(scheduler):
                 self.store = SimulatedStore(self.world)
@@ -251,6 +253,8 @@ class OneRun:
         elif isinstance(fault, EndStore):
             self.timeline.add(scheduler.now, rank, "store ended")
             self.store.end()
+        elif isinstance(fault, EndHost):
+            self._end_host(fault)
         elif isinstance(fault, Delay):
             self.timeline.add(scheduler.now, rank, "delayed")
             self._lengthen(fault, fault.longer)
@@ -261,6 +265,12 @@ class OneRun:
             self.wires.cut_off(fault.some, set(range(self.size)) - set(fault.some))
             if fault.seconds is not None:
                 scheduler.at(scheduler.now + fault.seconds, partial(self._heal, fault))
+
+    def _end_host(self, fault: EndHost) -> None:
+        for ended in self.world.end_host(fault.host):
+            self.timeline.add(self.scheduler.now, ended, "killed")
+            if ended == 0:
+                self.store.end()
 
     def _lengthen(self, fault: Delay, seconds: float) -> None:
         self.wires.lengthen(fault.some, set(range(self.size)) - set(fault.some), seconds)

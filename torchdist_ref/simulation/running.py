@@ -1,4 +1,4 @@
-"""Runs of a program on simulated ranks: `run` and `explore`."""
+"""Runs of a program on simulated ranks: `run` and `explore`, and of an elastic job on simulated hosts: `run_job`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchdist_ref.errors import ArgumentTypeError, explain
+from torchdist_ref.elastic.roster import Rules
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.ranks.outcomes import RankError
 from torchdist_ref.schedules.network import Network
+from torchdist_ref.simulation.elastic_job import OneJob, SimulatedJob
 from torchdist_ref.simulation.faults import Fault
 from torchdist_ref.simulation.one_run import OneRun
 from torchdist_ref.simulation.result import SimulatedRun
@@ -180,3 +182,78 @@ def _shortened(
                 break
             part //= 2
     return FailingOrder(found.seed, decisions, error, runs)
+
+
+def run_job(
+    fn: Callable[..., object],
+    hosts: int,
+    *args: object,
+    workers: int = 1,
+    min_hosts: int | None = None,
+    max_hosts: int | None = None,
+    max_restarts: int = 0,
+    seed: int = 0,
+    network: Network | None = None,
+    faults: Sequence[Fault] = (),
+    timeout: float | None = None,
+) -> SimulatedJob:
+    """Run an elastic job on simulated hosts: each has an agent, which starts workers, and again when hosts change.
+
+    It is the job of ``python -m torchdist_ref.launch --nnodes MIN:MAX --nproc-per-node WORKERS``, by the same code:
+    agents meet, one of them coordinates, and all workers start again when a worker fails or a host is lost. A worker
+    calls ``fn(rank, *args)`` with the default group initialized. All attempts get the same arguments, so an object among
+    them can serve as the disk to which a program saves its state.
+
+    Args:
+        fn: Function; any callable, also a local function or lambda.
+        hosts: Number of hosts, which all start at once, at least 1.
+        *args: Further arguments, the same objects for all workers of all attempts.
+        workers: Number of workers of each host.
+        min_hosts: Smallest number of hosts with which the job runs. Default: all.
+        max_hosts: Largest number of hosts that take part; the others are spares. Default: all.
+        max_restarts: Number of restarts after failures of workers. Those after a change of hosts do not count.
+        seed: As for `run`.
+        network: As for `run`; its `hosts` are not used. Workers of a host are local to one another.
+        faults: `EndHost`, `Kill` of the worker that has a rank then, and `Cut` of some hosts from all others.
+        timeout: Virtual time at which the run ends, in seconds. Default: none.
+
+    Returns:
+        The values of the last attempt, all attempts, and the lines of the agents.
+
+    Raises:
+        RankError: The job failed: a worker raised too often, or too few hosts are left.
+        RankTimeoutError: The job did not end before `timeout`.
+        BlockedOutsideError: A rank waits for something that is not simulated.
+        ArgumentError: An argument has a wrong value.
+
+    Example:
+        >>> import time
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.simulation import EndHost, run_job
+        >>> def program(rank, saved):
+        ...     for step in range(len(saved), 10):
+        ...         time.sleep(1.0)
+        ...         total = torch.ones(1)
+        ...         dist.all_reduce(total)
+        ...         if rank == 0:
+        ...             saved.append(int(total))
+        ...         dist.barrier()
+        ...     return saved
+        >>> job = run_job(program, 3, [], min_hosts=2, faults=[EndHost(host=2, at=4.5)])
+        >>> job.values[0], [attempt.hosts for attempt in job.attempts]
+        ([3, 3, 3, 3, 2, 2, 2, 2, 2, 2], [(0, 1, 2), (0, 1)])
+    """
+    operation = "simulation.run_job"
+    for name, value in (("hosts", hosts), ("workers", workers)):
+        if type(value) is not int or value < 1:
+            raise ArgumentError(explain(operation, name, "a number, at least 1", value))
+    least = hosts if min_hosts is None else min_hosts
+    most = hosts if max_hosts is None else max_hosts
+    for name, value, top in (("min_hosts", least, most), ("max_hosts", most, hosts)):
+        if type(value) is not int or not 1 <= value <= top:
+            raise ArgumentError(explain(operation, name, f"a number from 1 to {top}", value))
+    if type(max_restarts) is not int or max_restarts < 0:
+        raise ArgumentError(explain(operation, "max_restarts", "a number, 0 or more", max_restarts))
+    rules = Rules("simulated job", least, most, max_restarts)
+    found: SimulatedJob = OneJob(fn, hosts, args, workers, rules, seed, network, faults, timeout).result()  # type: ignore[assignment]
+    return found

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
+from math import inf, nextafter
 from time import monotonic as real_monotonic
 from time import thread_time
 from types import FrameType
@@ -260,7 +261,7 @@ class Scheduler:
         task.waits_for, task.result = waits_for, False
         task.wait_number += 1
         if seconds is not None:
-            self._push(self.now + max(0.0, seconds), kind, (task, task.wait_number))
+            self._push(self._after(seconds), kind, (task, task.wait_number))
         self._switch(task)
         return task.result
 
@@ -275,8 +276,12 @@ class Scheduler:
             if task.wait_number == number:
                 self.wake(task)
 
-        self.at(self.now + max(0.0, seconds), end)
+        self.at(self._after(seconds), end)
         self._switch(task)
+
+    def _after(self, seconds: float) -> float:
+        """Return the time after so many seconds: later than now, however few, so that a wait for the rest ends."""
+        return max(self.now + seconds, nextafter(self.now, inf)) if seconds > 0 else self.now
 
     def wake(self, task: Task, result: bool = True) -> None:
         """Let a blocked task continue; without effect on one that is not."""
