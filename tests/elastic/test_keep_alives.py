@@ -55,3 +55,14 @@ def looks_until_lost(now: float, death: float, gone: bool) -> tuple[float, int]:
         beat = int(min(now, death) / KEEP_ALIVE_SECONDS)
         if keep_alives.look("agent", beat, gone and now > death, now) in (Finding.DISCONNECTED, Finding.SILENT):
             return now, looks
+
+
+def test_a_look_at_the_due_time_is_not_due_again() -> None:
+    """Rounding once made a coordinator on virtual time, which looks exactly then, look without an end."""
+    for step in range(200):
+        keep_alives, begin = KeepAlives(SILENCE_SECONDS), 0.1 + 0.7 * step
+        keep_alives.look("agent", 1, False, begin)
+        due = keep_alives.next_look(["agent"])
+        keep_alives.look("agent", 1, False, due)
+        assert keep_alives.next_look(["agent"]) == begin + SILENCE_SECONDS > due
+        assert keep_alives.look("agent", 1, False, begin + SILENCE_SECONDS) is Finding.SILENT

@@ -297,3 +297,11 @@ def test_enough_hosts_may_wait_longer_than_the_time_to_join_and_the_coordinator_
         for now in (11.0, 25.0, 60.0):
             assert "end" not in kinds(decide(roster, now))
             assert roster.next_time() > now
+
+
+def test_nothing_is_due_when_the_job_has_ended() -> None:
+    """The time of a report once stayed due, so that a coordinator spun until the last agent had left."""
+    roster = running()
+    for key in [*roster.seats]:
+        roster.finish(key, 1)
+    assert kinds(decide(roster, 100.0)) == ["end"] and roster.next_time() == float("inf")

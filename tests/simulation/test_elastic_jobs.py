@@ -76,30 +76,29 @@ def test_the_end_of_a_host_restarts_the_workers_of_the_others(host: int) -> None
     assert any("host-1 coordinates the job now" in text for _, _, text in found.log) == (host == 0)
 
 
-@pytest.mark.parametrize(("host", "first"), [(0, 57), (1, 1), (2, 1)])
-def test_a_host_may_end_at_any_operation_of_its_agent(host: int, first: int) -> None:
+@pytest.mark.parametrize("host", [0, 1, 2])
+def test_a_host_may_end_at_any_operation_of_its_agent(host: int) -> None:
     """Once the end of a coordinator between two requests of an agent that joined it ended that agent too.
 
-    A job whose first host ends before the first attempt has no coordinator: see the next test.
+    Only a job whose first host ends before the first attempt has no coordinator, and is given up by name.
     """
     whole = run_job(steps, 3, [], 0.1, min_hosts=2, network=NETWORK)
-    moments = range(first, whole.operations[host] + 1, 5)
-    assert len(moments) >= 5
-    for operation in moments:
+    continued = []
+    for operation in range(1, whole.operations[host] + 1, 5):
         saved: list[int] = []
         fault = EndHost(host=host, operation=operation)
-        found = run_job(steps, 3, saved, 0.1, min_hosts=2, network=NETWORK, faults=[fault], timeout=300.0)
+        try:
+            found = run_job(steps, 3, saved, 0.1, min_hosts=2, network=NETWORK, faults=[fault], timeout=900.0)
+        except RankError as error:
+            assert host == 0 and not saved and not continued, operation
+            assert "no agent answers at 10.0.0.1:29400" in str(error) and "gave up after 600 s" in str(error)
+            continue
+        continued.append(operation)
         # It may end when all is saved.
         assert len(saved) == STEPS and saved[-1] in (3, found.attempts[-1].world_size), operation
         assert len(found.values) == found.attempts[-1].world_size, operation
         assert [code for each, code in enumerate(found.codes) if each != host] == [0, 0], operation
-
-
-@pytest.mark.parametrize("operation", [5, 51, 53])
-def test_without_its_first_host_a_job_that_never_ran_is_given_up_by_name(operation: int) -> None:
-    with pytest.raises(RankError, match=r"no agent answers at 10\.0\.0\.1:29400.*gave up after 600 s") as caught:
-        job(EndHost(host=0, operation=operation))
-    assert caught.value.__cause__ is None
+    assert len(continued) >= 5
 
 
 def test_a_killed_worker_restarts_all_within_the_limit() -> None:
