@@ -42,7 +42,9 @@ def steps(rank: int, saved: list[int], seconds: float = 1.0) -> tuple[int, int]:
     return rank, len(saved)
 
 
-def job(*faults: Any, hosts: int = 3, min_hosts: int = 2, saved: list[int] | None = None, **options: Any) -> SimulatedJob:
+def job(
+    *faults: Any, hosts: int = 3, min_hosts: int = 2, saved: list[int] | None = None, **options: Any
+) -> SimulatedJob:
     given = {"network": NETWORK, "timeout": 2000.0} | options
     return run_job(steps, hosts, [] if saved is None else saved, min_hosts=min_hosts, faults=faults, **given)
 
@@ -124,7 +126,7 @@ def test_an_exception_of_a_worker_is_the_cause_of_the_end() -> None:
 
     assert run_job(program, 2, max_restarts=2).values == [0, 1]
     made.clear()
-    with pytest.raises(RankError, match="rank 1 on host-1 .* exited with code 1: KeyError: 'no such sample'") as caught:
+    with pytest.raises(RankError, match=r"rank 1 on host-1 .* exited with code 1: KeyError: 'no such") as caught:
         run_job(program, 2, max_restarts=1)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, KeyError)
 

@@ -404,10 +404,6 @@ def test_a_rank_that_blocks_outside_the_simulation_is_named(
             "argument 'backend' must be 'ref' or 'fake' on simulated ranks, got 'gloo'",
         ),
         (
-            lambda rank: dist.TCPStore("127.0.0.1", 1, 2, rank == 0),
-            "TCPStore: sockets have no virtual time. Simulated ranks have a store already",
-        ),
-        (
             lambda rank: torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=rank),
             "torch.distributed.init_process_group: it connects by sockets of torch's, which have no virtual time.",
         ),

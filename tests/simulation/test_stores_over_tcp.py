@@ -137,6 +137,27 @@ def test_a_request_waits_until_the_network_is_whole_again() -> None:
     assert sorted(value for value, _ in found) == [1, 2, 3] and found[2][1] == pytest.approx(11.0, abs=0.1)
 
 
+@pytest.mark.parametrize("hosts", [None, (0, 0, 0, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_shrunk_group_continues_without_the_rank_that_served_the_store(hosts: Any, seed: int) -> None:
+    def program(rank: int) -> Any:
+        store, tensor = joined(rank, 4), torch.ones(1)
+        dist.init_process_group("ref", store=store, rank=rank, world_size=4)
+        try:
+            while True:
+                time.sleep(0.1)
+                dist.all_reduce(tensor)
+        except dist.RankDiedError as error:
+            dist.shrink_group(list(error.ranks), shrink_flags=1)
+            values: list[Any] = [None] * 3
+            dist.all_gather_object(values, rank)
+            sub = dist.new_group([0, 2])
+            return values, dist.get_rank(), None if sub is None else dist.get_world_size(sub)
+
+    found = on_ranks(program, 4, Kill(rank=0, at=5.0), network=Network(alpha=1e-3, hosts=hosts), seed=seed)
+    assert found == [None, ([1, 2, 3], 0, 2), ([1, 2, 3], 1, -1), ([1, 2, 3], 2, 2)]
+
+
 def test_a_store_that_nobody_serves_is_named() -> None:
     def program(rank: int) -> float:
         with pytest.raises(DistNetworkError, match="Connection refused"):

@@ -44,8 +44,8 @@ class KeepAlives:
         due = inf
         for agent in agents:
             since = self._last_beats.get(agent, (-1, -inf))[1]
-            # By the sum that is returned: by a difference, which is rounded otherwise, a look at the very time that is due
-            # may be too early, and due again at once.
+            # By the sum that is returned: by a difference, which is rounded otherwise, a look at the very time that is
+            # due may be too early, and due again at once.
             was_late = self._looked_at >= since + LATE_SECONDS
             due = min(due, since + (self._silence_seconds if was_late else LATE_SECONDS))
         return due

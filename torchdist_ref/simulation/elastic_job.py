@@ -1,8 +1,8 @@
 """Elastic job on simulated hosts: one agent a host, and workers that the agents start, stop and start again.
 
 Agents, coordinator, roster and the decisions about workers are those of a real job (`torchdist_ref.elastic`,
-`launcher.supervision`). Simulated are what a host has besides: its processes are threads, and its stores use the
-connections of the simulation. Each agent and each worker of each attempt is a rank of the run, with a number of its own.
+`launcher.supervision`). The rest of a host is simulated: its processes are threads, and its stores use the
+connections of the simulation. Each agent and each worker of each attempt is a rank of the run with its own number.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class SimulatedWorkers:
 
 
 class OneJob(OneRun):
-    """One run of an elastic job. The first ranks of the run are the agents of the hosts; each worker is a further one."""
+    """One run of an elastic job. The first ranks of the run are the hosts' agents; each worker is a further one."""
 
     def __init__(
         self,
@@ -208,6 +208,12 @@ class OneJob(OneRun):
         self._records = ""
 
     # The run
+
+    def job(self) -> SimulatedJob:
+        """Run, and return the outcome of the job or raise the error of one that failed."""
+        found: Any = self.result()
+        assert isinstance(found, SimulatedJob)
+        return found
 
     def _run(self) -> None:
         with TemporaryDirectory(prefix="torchdist_ref") as self._records:
@@ -326,7 +332,11 @@ class OneJob(OneRun):
     def _step(self, task: Task) -> None:
         super()._step(task)
         for fault in self.faults:
-            if isinstance(fault, EndHost) and fault.operation == self.operations[task.owner] and fault.host == task.owner:
+            if (
+                isinstance(fault, EndHost)
+                and fault.operation == self.operations[task.owner]
+                and fault.host == task.owner
+            ):
                 self._apply(fault)
 
     def _apply(self, fault: Fault) -> None:

@@ -150,6 +150,9 @@ class Delay(Cut):
 class EndStore(Fault):
     """End of the store, as if the process that serves it were killed. Requests to it fail from then on.
 
+    No rank serves a store of `run` itself, so none can serve another one in its place. Where a rank serves a
+    `TCPStore`, kill that rank instead: `shrink_group` then has another one serve a new store.
+
     Args:
         rank: Rank whose operations are counted, if it comes at one.
     """
@@ -167,10 +170,10 @@ class EndHost(Fault):
     """End of a host, as by a power failure: its ranks do nothing any more, and nobody is told.
 
     Where a rank is killed, the system closes its connections, and the others notice at once. The end of a host is
-    noticed by those alone who wait for something of it, at their time-out. In `run_job`, the agent of the host ends too.
+    noticed by those alone who wait for something of it, at their time-out. In `run_job`, the host's agent ends too.
 
     Args:
-        host: Host: a number of the network's `hosts`, or one of the hosts of a job.
+        host: A number of the network's `hosts`, or one of the hosts of a job.
     """
 
     host: int = 0

@@ -464,7 +464,15 @@ _METHODS: tuple[tuple[Any, str, Any], ...] = (
     (Clock, "wait", _wait_for_descriptors),
     (torch.futures.Future, "wait", _wait_for_future),
 )
-_OF_PYTHON = ("os", "threading", "queue", "time", "concurrent.futures._base", "concurrent.futures.thread", "torch.futures")
+_OF_PYTHON = (
+    "os",
+    "threading",
+    "queue",
+    "time",
+    "concurrent.futures._base",
+    "concurrent.futures.thread",
+    "torch.futures",
+)
 """Modules of Python and torch in which names are replaced, beside those of this library and of the program."""
 
 

@@ -64,6 +64,8 @@ _INIT = (
     "torch.distributed.init_process_group: it connects by sockets of torch's, which have no virtual time. "
     "Simulated ranks have a default group already, which torch.distributed uses too; leave out this call"
 )
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """Refuse such functions in the block, on simulated ranks alone."""

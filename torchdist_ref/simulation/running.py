@@ -55,7 +55,8 @@ def run(
     Ranks are threads of which one runs at a time. The default group, the stores, collectives, messages and their
     failures are the library's own; only the bytes travel in virtual time. Locks, queues, threads and clocks of Python
     that the program uses are simulated too, for its ranks alone. Each rank has a state of torch's default generator of
-    its own, which begins as this process's. Not simulated: sockets, processes, torch's backends.
+    its own, which begins as this process's. The addresses of hosts 0 and 1 are 10.0.0.1 and 10.0.0.2, and so on; ranks
+    can serve a `TCPStore` there, and meet by ``tcp://``. Not simulated: other sockets, processes, torch's backends.
 
     Args:
         fn: Function; any callable, also a local function or lambda.
@@ -201,8 +202,8 @@ def run_job(
 
     It is the job of ``python -m torchdist_ref.launch --nnodes MIN:MAX --nproc-per-node WORKERS``, by the same code:
     agents meet, one of them coordinates, and all workers start again when a worker fails or a host is lost. A worker
-    calls ``fn(rank, *args)`` with the default group initialized. All attempts get the same arguments, so an object among
-    them can serve as the disk to which a program saves its state.
+    calls ``fn(rank, *args)`` with the default group initialized. All attempts get the same arguments, so an object
+    among them can serve as the disk to which a program saves its state.
 
     Args:
         fn: Function; any callable, also a local function or lambda.
@@ -255,5 +256,4 @@ def run_job(
     if type(max_restarts) is not int or max_restarts < 0:
         raise ArgumentError(explain(operation, "max_restarts", "a number, 0 or more", max_restarts))
     rules = Rules("simulated job", least, most, max_restarts)
-    found: SimulatedJob = OneJob(fn, hosts, args, workers, rules, seed, network, faults, timeout).result()  # type: ignore[assignment]
-    return found
+    return OneJob(fn, hosts, args, workers, rules, seed, network, faults, timeout).job()

@@ -31,7 +31,10 @@ class _Changes:
     def raise_if_ended(self) -> None:
         """Raise DistNetworkError if the store has ended."""
         if self.has_ended and current_task() is not None:
-            raise DistNetworkError("The connection to the store of the simulation has ended: its server is gone.")
+            raise DistNetworkError(
+                "The connection to the store of the simulation has ended: its server is gone. No rank serves it, so "
+                "none can serve another one in its place; for that, have ranks meet on a TCPStore, with init=False."
+            )
 
     def __exit__(self, *_: object) -> None:
         pass
