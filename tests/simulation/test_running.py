@@ -469,7 +469,7 @@ def test_what_ranks_may_not_use_works_beside_them() -> None:
         ({"faults": [simulation.Kill(rank=1, at=float("nan"))]}, "argument 'at' must be a time of 0 s or later, or"),
         ({"faults": [simulation.Slow(rank=1, at=0.0, factor=float("inf"))]}, "argument 'factor' must be a positive"),
         ({"faults": [simulation.Delay(some=(1,), at=0.0, longer=True)]}, "argument 'longer' must be a positive number"),
-        ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow, Cut, Delay or EndStore"),
+        ({"faults": ["kill rank 1"]}, "argument 'faults' must be Kill, Stop, Slow, Cut, Delay, EndHost or EndStore"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:

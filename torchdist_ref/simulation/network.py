@@ -8,7 +8,7 @@ direction. Without `overlap` a rank's processor does one thing at a time: it com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchdist_ref.schedules.network import WRITTEN
 from torchdist_ref.schedules.network import Network as Network
@@ -37,7 +37,7 @@ class Wires:
     def __init__(self, network: Network, size: int) -> None:
         self.network = network
         self.hosts = [*(network.hosts or range(size))]
-        self._arrived: dict[tuple[int, int], float] = {}
+        self._arrived: dict[int, dict[int, float]] = {}
         self.cut: set[tuple[int, int]] = set()
         self.cut_hosts: set[tuple[int, int]] = set()
         self.silent: set[int] = set()
@@ -73,7 +73,6 @@ class Wires:
             uncached: Part of the call that memory limits.
         """
         network, here, there = self.network, self.hosts[source], self.hosts[target]
-        pair = source, target
         if not nbytes:
             end = self.notice(now, source, target)
         elif here == there:
@@ -88,9 +87,27 @@ class Wires:
             end = start + network.alpha + nbytes * network.beta
             self._sending[source] = self._receiving[target] = end if network.overlap else end - network.alpha
         if nbytes and self._longer:
-            end += self._longer.get(pair, 0.0)
-        self._arrived[pair] = end = max(end, self._arrived.get(pair, 0.0))
+            end += self._longer.get((source, target), 0.0)
+        sent = self._arrived.get(source)
+        if sent is None:
+            sent = self._arrived[source] = {}
+        if end < (before := sent.get(target, 0.0)):
+            end = before
+        sent[target] = end
         return end
+
+    def last_arrival(self, now: float, source: int, targets: Sequence[int]) -> float:
+        """Return when a message without data that a rank sends to all ranks of a host now has arrived at the last one.
+
+        As the maximum of `arrival`, but of a large group only the few ranks count to which something was sent before.
+        """
+        if self._longer:
+            return max(self.arrival(now, source, target, 0) for target in targets)
+        end, sent = self.notice(now, source, targets[0]), self._arrived.get(source, {})
+        if len(sent) < len(targets):
+            there = self.hosts[targets[0]]
+            return max([end, *(at for target, at in sent.items() if self.hosts[target] == there)])
+        return max([end, *(sent.get(target, end) for target in targets)])
 
     def notice(self, now: float, source: int, target: int) -> float:
         """Return when a rank sees a change of another's state, such as its end: one message without bytes."""

@@ -22,7 +22,8 @@ class _Changes:
 
     def __init__(self, scheduler: Scheduler, table: Table) -> None:
         self._scheduler, self._table = scheduler, table
-        self._waiting: dict[Task, bytes] = {}
+        # By the key that they wait for: in a large group, many ranks wait for one key, and keys come one by one.
+        self._waiting: dict[bytes, dict[Task, None]] = {}
         self.has_ended = False
 
     def __enter__(self) -> None:
@@ -42,17 +43,19 @@ class _Changes:
     def wait_for(self, key: bytes, seconds: float, kind: int = TIMEOUT) -> None:
         """Wait until a change after which a key is there, an alarm, or the time-out."""
         task = self._scheduler.running()
-        self._waiting[task] = key
+        self._waiting.setdefault(key, {})[task] = None
         self._scheduler.block(self, seconds, kind)
-        self._waiting.pop(task, None)
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.pop(task, None)
+            if not waiting:
+                del self._waiting[key]
 
     def notify_all(self) -> None:
-        # Ranks of a large group wait for keys of all of them: to wake each at each key would be quadratic.
-        there = (self._table.values, self._table.queues)
-        for task, key in [*self._waiting.items()]:
-            if (self.has_ended or any(key in keys for keys in there)) and task.waits_for is self:
-                del self._waiting[task]
-                self._scheduler.wake(task)
+        values, queues = self._table.values, self._table.queues
+        for key in [key for key in self._waiting if self.has_ended or key in values or key in queues]:
+            for task in self._waiting.pop(key):
+                if task.waits_for is self:
+                    self._scheduler.wake(task)
 
     def __str__(self) -> str:
         return "a change of the store"

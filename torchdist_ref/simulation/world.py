@@ -274,7 +274,7 @@ class SimulatedEnd(CommonSegment):
         scheduler.step()
         for host, targets in shared.groups_of_hosts.items():
             to = [shared.owners[target] for target in targets if target != rank]
-            arrival = max((wires.arrival(scheduler.now, source, each, 0) for each in to), default=scheduler.now)
+            arrival = wires.last_arrival(scheduler.now, source, to) if to else scheduler.now
 
             def arrive(host: int = host, to: Sequence[int] = to) -> None:
                 shared.show(rank, host, content)

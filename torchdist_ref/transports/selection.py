@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -202,20 +203,45 @@ def _exchange_endpoints(
     segment: bytes = b"",
     operation: str = "init_process_group",
 ) -> list[RankEndpoint]:
-    """Publish the endpoint of this rank, and return those of all ranks."""
+    """Publish the endpoint of this rank, and return those of all ranks.
+
+    In a large group, rank 0 alone reads each of them, and publishes all as one value: if each rank read and checked the
+    value of each other one, a world of 1,024 ranks would read a million.
+    """
     host, process = simulated_place.get() or (os.environ.get(HOST_VARIABLE), os.getpid())
     endpoint = _own_endpoint(process, host)
     own = {f"endpoint/{rank}": b"|".join([endpoint, segment])}
     keys = [f"endpoint/{r}" for r in range(len(members))]
+    limit = store.timeout if timeout is None else timedelta(seconds=timeout)
     try:
-        values = store.wait_get(keys, store.timeout if timeout is None else timedelta(seconds=timeout), own)
+        if len(members) <= MAX_PREPARED_RANKS:
+            values = store.wait_get(keys, limit, own)
+        elif rank:
+            values = _unpacked(*store.wait_get([_ALL_ENDPOINTS], limit, own))
+        else:
+            values = store.wait_get(keys, limit, own)
+            store.set(_ALL_ENDPOINTS, b"".join(_LENGTH.pack(len(value)) + value for value in values))
     except StoreTimeoutError as error:
-        absent = [r for r, key in enumerate(keys) if not store.check([key])]
+        # If all have published, rank 0 has not read it.
+        absent = [r for r, key in enumerate(keys) if not store.check([key])] or [0]
         raise RankStalledError(
             f"{operation} on {rank_names([rank], members)}: {rank_names(absent, members)} of {len(members)} did not "
             f"join in time. Every member has to create the group."
         ).naming(members[r] for r in absent) from error
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
+
+
+_ALL_ENDPOINTS, _LENGTH = "endpoints", struct.Struct("<I")
+
+
+def _unpacked(packed: bytes) -> list[bytes]:
+    """Return the values that rank 0 has published as one."""
+    values, at = [], 0
+    while at < len(packed):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(packed, at)[0]
+        values.append(packed[begin:at])
+    return values
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ only one rank knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Sizes:
         chunks: In-place calls: number of chunks into which the schedule divides the tensor.
         rows: Those of ``in`` and ``out`` that are one tensor.
         pairs: Uneven exchanges: for each rank, the elements that it sends to each rank.
+        stride: Elements from one chunk to the next.
     """
 
     op: str
@@ -63,6 +64,11 @@ class Sizes:
     chunks: int
     rows: frozenset[str] = frozenset()
     pairs: Pairs = ()
+    stride: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Looked up several times for each move.
+        object.__setattr__(self, "stride", -(-self.blocks[0] // max(1, self.chunks)) if self.blocks else 0)
 
     def of(self, rank: int, slot: Slot) -> int:
         """Return the number of elements of `slot` on `rank`."""
@@ -84,11 +90,6 @@ class Sizes:
     def chunk(self, index: int) -> int:
         """Return the number of elements of one chunk of the tensor."""
         return max(0, min(self.stride, self.blocks[0] - index * self.stride))
-
-    @property
-    def stride(self) -> int:
-        """Elements from one chunk to the next."""
-        return -(-self.blocks[0] // max(1, self.chunks))
 
     @property
     def smallest(self) -> int:
