@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchdist_ref.errors import ArgumentTypeError, DistNetworkError, RendezvousError, explain, indexed
+from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.processes.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.stores.addresses import parse_endpoint, parse_host
@@ -190,7 +191,8 @@ def _make_tcp_store(
     try:
         return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
     except DistNetworkError:
-        shared = _store_of_torchs_server(host, port, timeout) if serves else None
+        beside_torchs = serves and simulated_place.get() is None
+        shared = _store_of_torchs_server(host, port, timeout) if beside_torchs else None
         if shared is None:
             raise
     store = TCPStore(host, port, world_size, False, timeout, wait_for_workers)

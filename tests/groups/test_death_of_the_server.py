@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,24 +13,29 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
+from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
+from tests.outcomes import failing
 from tests.ports import reserve_port
+from torchdist_ref import simulation
 from torchdist_ref.membership.meeting import Presence
-from torchdist_ref.membership.rounds import Attendance, Round
 from torchdist_ref.membership.trust import KeyAgreement
-from torchdist_ref.stores import PrefixStore
+from torchdist_ref.simulation import Kill, Network, SimulatedRun
 
-HOSTS = ["AAA", "ABC"]
-
-
-def initialize(rank: int, port: int, hosts: str) -> None:
-    os.environ["TORCHDIST_REF_HOST_ID"] = f"host {hosts[rank]}"
-    where, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
-    dist.init_process_group("ref", init_method=where, rank=rank, world_size=WORLD, timeout=timeout)
+FIRST = "10.0.0.1:29500"
+WHERE = f"tcp://{FIRST}"
+HOSTS = {"AAA": (0, 0, 0), "ABC": (0, 1, 2)}
+ENDED = 5.0
+"""Virtual time at which rank 0 dies, when all others wait."""
 
 
-def end() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def initialize(rank: int, where: str, timeout: float = 20.0) -> None:
+    dist.init_process_group("ref", where, timedelta(seconds=timeout), rank=rank, world_size=WORLD)
+
+
+def simulated(program: Callable[[int], Any], hosts: str, *faults: Kill, seed: int = 0) -> SimulatedRun:
+    """Run a program on simulated ranks, of which rank 0 serves the store over TCP."""
+    network = Network(alpha=1e-4, hosts=HOSTS[hosts])
+    return simulation.run(program, WORLD, init=False, network=network, faults=faults, seed=seed)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -37,88 +43,94 @@ def end() -> None:
 @pytest.mark.parametrize("name", ["new_group", "split_group"])
 def test_its_death_before_a_group_is_made_is_named(name: str, members: list[int], hosts: str) -> None:
     """Also where it is no member of the new group, and by a rank that is none either."""
-    port = reserve_port()
     calls = {"new_group": lambda: dist.new_group(members), "split_group": lambda: dist.split_group(None, [members])}
 
-    def program(number: int) -> None:
-        # The culprit is rank 0.
-        rank = (number - CULPRIT) % WORLD
-        initialize(rank, port, hosts)
+    def program(rank: int) -> tuple[str, str] | None:
+        initialize(rank, WHERE)
         dist.barrier()
         if rank == 0:
-            end()
+            time.sleep(60)
         with pytest.raises(dist.DistBackendError):
             dist.all_reduce(torch.ones(3))
-        calls[name]()
+        return failing(calls[name])
 
-    for error in errors_of_survivors(program).values():
-        assert error.kind == "RankDiedError" and name in error.text and "rank 0 died" in error.text, error.text
+    for seed in range(3):
+        for kind, text in simulated(program, hosts, Kill(rank=0, at=ENDED), seed=seed).values[1:]:
+            assert kind == "RankDiedError" and name in text and "rank 0 died" in text, text
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_its_death_in_the_initialization_is_named(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have read only the round of rank 0, which tells its process."""
-    port, gate = reserve_port(), multiprocessing.get_context("fork").Barrier(2)
-    enter = Attendance.enter
+def test_its_death_at_any_moment_of_the_initialization_is_named(hosts: str) -> None:
+    """Before the others have its round, they know only the address of the store."""
 
-    def enter_round_of_a_dead_rank_0(self: Attendance, opened: Round) -> None:
-        if self.rank != 0:
-            gate.wait(20)
-            os.kill(opened.pid, signal.SIGKILL)
-        enter(self, opened)
+    def program(rank: int) -> Any:
+        began = simulation.simulated_operations()
+        try:
+            initialize(rank, WHERE)
+        except dist.DistError as error:
+            return type(error).__name__, str(error), time.monotonic()
+        ended = simulation.simulated_operations()
+        time.sleep(30)
+        return began, ended
 
-    monkeypatch.setattr(Attendance, "enter", enter_round_of_a_dead_rank_0)
-    found = errors_of_survivors(lambda number: initialize((number - CULPRIT) % WORLD, port, hosts))
-    for number in SURVIVORS:
-        text = found[number].text
-        assert text.startswith(f"init_process_group on rank {(number - CULPRIT) % WORLD}: "), text
-        if hosts == "AAA":
-            assert "rank 0 died" in text, text
-        else:
-            assert "rank 0, or the launcher" in text, text
+    began, ended = simulated(program, hosts).values[0]
+    assert ended - began > 8
+    failed = 0
+    for operation in range(began + 1, ended + 1):
+        for found in simulated(program, hosts, Kill(rank=0, operation=operation)).values[1:]:
+            if len(found) == 2:
+                # The rank has met all others before.
+                continue
+            kind, text, at = found
+            failed += 1
+            assert "rank 0 died" in text or "rank 0, or the launcher" in text or "Check that rank 0" in text, (
+                kind,
+                text,
+            )
+            # A rank that has reached the store notices at once that it ends.
+            assert at < (25.0 if "Check that rank 0" in text else 1.0), text
+    assert failed > 10
 
 
 @pytest.mark.parametrize("ends", ["dies", "fails"])
 def test_its_end_before_it_opens_a_round_is_named(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the others took the server for that of the last world, and connected again until the time-out."""
-    port, all_looked = reserve_port(), multiprocessing.get_context("fork").Barrier(WORLD)
-    look = PrefixStore.get_if_present
-
-    def look_at_once(store: PrefixStore, key: Any) -> bytes | None:
-        found = look(store, key)
-        if key == "round":
-            all_looked.wait(20)
-        return found
-
     announce = Presence.announcement
 
     def end_first(presence: Presence) -> dict[str, str]:
         own = announce(presence)
         if "present/0" in own:
-            all_looked.wait(20)
+            # All others have looked.
+            time.sleep(1.0)
             if ends == "dies":
-                end()
+                time.sleep(60)
             raise MemoryError
         return own
 
-    monkeypatch.setattr(PrefixStore, "get_if_present", look_at_once)
+    def program(rank: int) -> tuple[str, str]:
+        try:
+            return failing(lambda: initialize(rank, WHERE, 3600.0))
+        except MemoryError:
+            return "MemoryError", ""
+
     monkeypatch.setattr(Presence, "announcement", end_first)
-    found = errors_of_survivors(lambda number: initialize((number - CULPRIT) % WORLD, port, "AAA"))
-    for number, error in found.items():
-        assert f"init_process_group on rank {(number - CULPRIT) % WORLD}: TCPStore: the server at " in error.text
-        assert "is gone" in error.text and "rank 0, or the launcher" in error.text, error.text
+    faults = [Kill(rank=0, at=ENDED)] if ends == "dies" else []
+    for rank, (_, text) in enumerate(simulated(program, "AAA", *faults).values[1:], 1):
+        assert f"init_process_group on rank {rank}: TCPStore: the server at " in text, text
+        assert "is gone" in text and "rank 0, or the launcher" in text, text
 
 
 def test_its_failure_in_the_initialization_leaves_time_to_read_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2, of another host, looks seldom; the store with the cause once was gone by then."""
-    port = reserve_port()
+    where = f"tcp://127.0.0.1:{reserve_port()}"
 
     def program(rank: int) -> None:
+        os.environ["TORCHDIST_REF_HOST_ID"] = f"host {'AAB'[rank]}"
         if rank == CULPRIT:
-            monkeypatch.setattr(KeyAgreement, "complete", lambda *_: end())
+            monkeypatch.setattr(KeyAgreement, "complete", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if rank == 2:
             monkeypatch.setattr("torchdist_ref.stores.prefix.CHECK_SECONDS", 0.13)
-        initialize(rank, port, "AAB")
+        initialize(rank, where)
 
     for rank, error in errors_of_survivors(program).items():
         assert f"init_process_group on rank {rank}: " in error.text and "rank 1 " in error.text, error.text

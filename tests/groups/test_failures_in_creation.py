@@ -19,9 +19,13 @@ from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_su
 from tests.descriptors import use_all_descriptors
 from tests.outcomes import NEVER, failing
 from tests.process_ends import answer_of_child
+from torchdist_ref.backends.ref import Ref
+from torchdist_ref.groups import world
+from torchdist_ref.groups.torch_tables import GroupsInTorch
 from torchdist_ref.groups.world import current
 from torchdist_ref.membership import trust as authentication
 from torchdist_ref.membership import watch as membership_watch
+from torchdist_ref.simulation.scheduler import current_task
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link
@@ -40,14 +44,26 @@ def die_before_joining(rank: int, name: str) -> tuple[str, str]:
     return failing(CALLS[name])
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["new_group"])
 def test_a_rank_that_dies_before_it_joins_is_named(name: str) -> None:
+    """A sample of real processes: `tests.simulation.test_deaths` has all calls and moments."""
     with pytest.raises(RankError) as caught:
         run(die_before_joining, 3, name, ranks="processes")
     for rank in (0, 2):
         kind, text = caught.value.outcomes[rank].value
         assert kind == "RankDiedError" and "rank 1 died (pid " in text and "was killed by SIGKILL" in text
         assert name.split()[0] in text
+
+
+def fail_on_rank_1(owner: Any, name: str, fail: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a function that all simulated ranks share on rank 1 alone."""
+    real = getattr(owner, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        task = current_task()
+        return (fail if task is not None and task.owner == 1 else real)(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, call)
 
 
 LIMITS = {
@@ -58,22 +74,21 @@ LIMITS = {
 }
 
 
-def fail_before_joining(rank: int, name: str, limit: str) -> tuple[str, str]:
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_at_a_limit_tells_the_others_in_words(name: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise LIMITS[limit]
 
-    if rank == 1:
-        Link.handshake = fail  # type: ignore[method-assign]
-    try:
-        return failing(CALLS[name])
-    except (OSError, RuntimeError, MemoryError) as error:
-        return type(error).__name__, str(error)
+    def fail_before_joining(rank: int) -> tuple[str, str]:
+        if rank == 1:
+            fail_on_rank_1(Link, "handshake", fail, monkeypatch)
+        try:
+            return failing(CALLS[name])
+        except (OSError, RuntimeError, MemoryError) as error:
+            return type(error).__name__, str(error)
 
-
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rank_at_a_limit_tells_the_others_in_words(name: str, limit: str) -> None:
-    outcomes = run(fail_before_joining, 3, name, limit, ranks="processes")
+    outcomes = run(fail_before_joining, 3, ranks="simulated")
     own_kind, own_text = outcomes[1]
     assert own_kind == type(LIMITS[limit]).__name__ and f"{name.split()[0]} on rank 1" in own_text
     assert limit.format(name=name.split()[0]) in own_text
@@ -120,58 +135,62 @@ def test_a_rank_without_a_free_descriptor_tells_the_others_through_a_file(tmp_pa
 
 
 OPENING = {
-    "after all have joined": "torchdist_ref.transports.segment.PeerProcesses",
-    "in the backend": "torchdist_ref.backends.ref.backend.Ref._set_up",
-    "in the debug level": "torchdist_ref.groups.world.include",
-    "in the tables of torch": "torchdist_ref.groups.torch_tables.GroupsInTorch.add",
+    "after all have joined": (Link, "handshake"),
+    "in the backend": (Ref, "_set_up"),
+    "in the debug level": (world, "include"),
+    "in the tables of torch": (GroupsInTorch, "add"),
 }
-
-
-def fail_when_others_have_joined(rank: int, name: str, where: str) -> tuple[str, str]:
-    monkeypatch = pytest.MonkeyPatch()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(24, "Too many open files")
-
-    if rank == 1:
-        monkeypatch.setattr(OPENING[where], fail)
-        with pytest.raises(OSError, match="Too many open files"):
-            CALLS[name]()
-        return "", ""
-    return failing(lambda: dist.barrier(CALLS[name]()))
 
 
 @pytest.mark.parametrize("where", OPENING)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_fails_when_others_have_joined_tells_them(name: str, where: str) -> None:
+def test_a_rank_that_fails_when_others_have_joined_tells_them(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the others had a group, and its first call waited for the time-out."""
-    outcomes = run(fail_when_others_have_joined, 3, name, where, ranks="processes", timeout=20)
+
+    handshake = Link.handshake
+
+    def fail(*arguments: Any, **_: Any) -> None:
+        if where == "after all have joined":
+            handshake(*arguments)
+        raise OSError(24, "Too many open files")
+
+    def fail_when_others_have_joined(rank: int) -> tuple[str, str]:
+        if rank == 1:
+            fail_on_rank_1(*OPENING[where], fail, monkeypatch)
+            with pytest.raises(OSError, match="Too many open files"):
+                CALLS[name]()
+            return "", ""
+        return failing(lambda: dist.barrier(CALLS[name]()))
+
+    outcomes = run(fail_when_others_have_joined, 3, ranks="simulated", timeout=20)
     for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "GroupAbortedError" and "rank 1 " in text and "Too many open files" in text, text
 
 
-def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str]:
-    store, request = (
+@pytest.mark.parametrize("name", ["new_group", "split_group"])
+def test_a_rank_that_is_interrupted_before_it_connects_tells_the_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the others waited for the time-out."""
+    owner, request = (
         (PrefixStore, "compare_set") if name == "new_group" else (membership_watch.WatchedStore, "wait_get")
     )
-    original = getattr(store, request)
 
-    def interrupted_once(*_: Any, **__: Any) -> None:
-        setattr(store, request, original)
+    def interrupt(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    if rank != 1:
-        return failing(CALLS[name])
-    setattr(store, request, interrupted_once)
-    with pytest.raises(KeyboardInterrupt):
-        CALLS[name]()
-    return "", ""
+    def interrupted_before_it_connects(rank: int) -> tuple[str, str]:
+        if rank != 1:
+            return failing(CALLS[name])
+        fail_on_rank_1(owner, request, interrupt, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            CALLS[name]()
+        return "", ""
 
-
-@pytest.mark.parametrize("name", ["new_group", "split_group"])
-def test_a_rank_that_is_interrupted_before_it_connects_tells_the_others(name: str) -> None:
-    """Once the others waited for the time-out."""
-    outcomes = run(interrupted_before_it_connects, 3, name, ranks="processes", timeout=20)
+    outcomes = run(interrupted_before_it_connects, 3, ranks="simulated", timeout=20)
     for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "GroupAbortedError" and "rank 1 failed: KeyboardInterrupt" in text, text
 

@@ -6,8 +6,9 @@
 
 from torchdist_ref.ranks.outcomes import RankError, RankTimeoutError
 from torchdist_ref.schedules.network import Network
-from torchdist_ref.simulation.elastic_job import SimulatedAttempt, SimulatedJob
+from torchdist_ref.simulation.elastic_job import SimulatedJob
 from torchdist_ref.simulation.faults import Cut, Delay, EndHost, EndStore, Fault, Kill, Slow, Stop
+from torchdist_ref.simulation.job_workers import SimulatedAttempt
 from torchdist_ref.simulation.one_run import simulated_operations, simulated_store
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.running import FailingOrder, explore, run, run_job

@@ -1,8 +1,8 @@
 """Connections of simulated ranks to stores: those of `TCPStore`, with its own requests and responses, in virtual time.
 
-Only sockets are replaced: a client's by `SimulatedSocket`, the loop of a server by `SimulatedServer`. What a request
-means, how a client connects again and what a server remembers of it are the library's own code. Each piece of bytes
-takes the time of a message without data, and arrives after those before it.
+Only sockets are replaced: a client's by `SimulatedSocket`, the loop of a server by `SimulatedServer`. The meaning of
+requests, the reconnection of clients and the sessions of a server are the library's own code. Each piece of bytes takes
+the time of a message without data, and arrives after those before it.
 
 A process that ends closes its connections, and its ports refuse new ones. A host that ends (`Wires.silent`) says
 nothing any more: whoever sends something to it waits for its own time-out.
@@ -388,5 +388,6 @@ def connected(ports: Ports) -> Iterator[None]:
         yield
     finally:
         tcp_client.open_socket = real_open
+        tcp_store.forget_simulated_servers()
         for module in (tcp_store, coordinator):
             setattr(module, "TCPServer", real_server)  # noqa: B010

@@ -150,7 +150,7 @@ class Delay(Cut):
 class EndStore(Fault):
     """End of the store, as if the process that serves it were killed. Requests to it fail from then on.
 
-    No rank serves a store of `run` itself, so none can serve another one in its place. Where a rank serves a
+    No rank serves a store of `run` itself, so none can serve another one in its place. If a rank serves a
     `TCPStore`, kill that rank instead: `shrink_group` then has another one serve a new store.
 
     Args:
@@ -169,7 +169,7 @@ class EndStore(Fault):
 class EndHost(Fault):
     """End of a host, as by a power failure: its ranks do nothing any more, and nobody is told.
 
-    Where a rank is killed, the system closes its connections, and the others notice at once. The end of a host is
+    The system closes the connections of a rank that is killed, and the others notice at once. The end of a host is
     noticed by those alone who wait for something of it, at their time-out. In `run_job`, the host's agent ends too.
 
     Args:

@@ -26,6 +26,7 @@ from torchdist_ref.errors import (
     StoreTimeoutError,
     explain,
 )
+from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.stores.addresses import is_loopback, parse_host
 from torchdist_ref.stores.base import (
     RequestLimit,
@@ -51,7 +52,8 @@ from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline, without_grace
 
 _WORKERS_KEY = b"init/"
-_shared_servers: weakref.WeakValueDictionary[int, TCPServer] = weakref.WeakValueDictionary()
+_shared_servers: weakref.WeakValueDictionary[tuple[object, int], TCPServer] = weakref.WeakValueDictionary()
+"""Servers that stores of one process share, by port. A simulated rank is a process of its own, by its place."""
 _shared_servers_lock = threading.RLock()
 
 
@@ -338,11 +340,11 @@ class TCPStore(Store):
 
     def _open_server(self, port: int, shared: bool, descriptor: int | None) -> TCPServer:
         with _shared_servers_lock:
-            server = _shared_servers.get(port) if shared else None
+            server = _shared_servers.get((simulated_place.get(), port)) if shared else None
             if server is None:
                 server = TCPServer(self._host, port, descriptor, self._timeout.total_seconds())
             if shared:
-                _shared_servers[server.port] = server
+                _shared_servers[simulated_place.get(), server.port] = server
         return server
 
     def _join(self, world: int | None) -> None:
@@ -372,7 +374,14 @@ class TCPStore(Store):
 def shared_server(port: int) -> TCPServer | None:
     """Return the server that stores of this process share at a port; None if there is none."""
     with _shared_servers_lock:
-        return _shared_servers.get(port)
+        return _shared_servers.get((simulated_place.get(), port))
+
+
+def forget_simulated_servers() -> None:
+    """Forget what simulated ranks share: those of another run have the same places."""
+    with _shared_servers_lock:
+        for key in [key for key in _shared_servers if key[0] is not None]:
+            del _shared_servers[key]
 
 
 def advice_on_loopback(store: Any) -> str:
