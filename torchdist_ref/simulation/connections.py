@@ -27,6 +27,7 @@ from torchdist_ref.stores.tcp import client as tcp_client
 from torchdist_ref.stores.tcp import store as tcp_store
 from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, ProtocolError, RequestDecoder
 from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.timeouts import Deadline
 
 _FIRST_FREE_PORT = 40_000
@@ -370,12 +371,12 @@ class Ports:
 @contextmanager
 def connected(ports: Ports) -> Iterator[None]:
     """Let stores of simulated ranks use the connections of a world in the block."""
-    real_open, real_server = tcp_client.open_socket, tcp_store.TCPServer
+    real_open, real_server = tcp_client.open_socket, TCPServer
 
-    def open_socket(address: tcp_client.ServerAddress, deadline: Deadline) -> Any:
-        return real_open(address, deadline) if current_task() is None else ports.connect(address, deadline)
+    def open_socket(server: tcp_client.ServerAddress, deadline: Deadline) -> Any:
+        return real_open(server, deadline) if current_task() is None else ports.connect(server, deadline)
 
-    def server(host: str, port: int, descriptor: int | None = None, timeout: float = 300.0) -> Any:
+    def make_server(host: str, port: int, descriptor: int | None = None, timeout: float = 300.0) -> Any:
         task = current_task()
         if task is None:
             return real_server(host, port, descriptor, timeout)
@@ -383,7 +384,7 @@ def connected(ports: Ports) -> Iterator[None]:
 
     tcp_client.open_socket = open_socket
     for module in (tcp_store, coordinator):
-        setattr(module, "TCPServer", server)  # noqa: B010 (mypy lets nobody assign to a class)
+        setattr(module, "TCPServer", make_server)  # noqa: B010 (mypy lets nobody assign to a class)
     try:
         yield
     finally:

@@ -84,7 +84,7 @@ class OneJob(OneRun):
         self.workers, self.rules = workers, rules
         self.lines: list[tuple[float, int, str]] = []
         self.ends: dict[int, JobEnd] = {}
-        self.staff = JobWorkers(self.world, self.ports, self._call, self.operations, self.log)
+        self.staff = JobWorkers(self.world, self._call, self.operations, self.log)
 
     # The run
 

@@ -21,7 +21,6 @@ from torchdist_ref.groups import world as worlds
 from torchdist_ref.launcher.supervision import Act, Supervision, WorkerState
 from torchdist_ref.processes import failure_record
 from torchdist_ref.ranks.outcomes import Outcome
-from torchdist_ref.simulation.connections import Ports
 from torchdist_ref.simulation.world import FIRST_PID, SimulatedWorld
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.timeouts import CLOCK
@@ -61,7 +60,6 @@ class JobWorkers:
 
     Args:
         world: World of the run.
-        ports: Servers of the world.
         program: Function to call with the rank.
         operations: Number of operations of each rank of the run, to which those of workers are added.
         log: Function that receives a host and a line.
@@ -76,12 +74,11 @@ class JobWorkers:
     def __init__(
         self,
         world: SimulatedWorld,
-        ports: Ports,
         program: Callable[[int], Any],
         operations: list[int],
         log: Callable[[int, str], None],
     ) -> None:
-        self._world, self._ports, self._program, self._operations, self.log = world, ports, program, operations, log
+        self._world, self._program, self._operations, self.log = world, program, operations, log
         self.records = ""
         self.attempts: dict[str, SimulatedAttempt] = {}
         self.values: dict[str, dict[int, Any]] = {}
@@ -155,13 +152,9 @@ class JobWorkers:
         """Let the process of a worker end."""
         if worker.state.status is None:
             worker.state.status = status
-            # Once its last thread has left: what is left of it does nothing any more.
-            self._world.scheduler.at(self._world.scheduler.now, partial(self._exited, worker))
+            # Once this thread has left it.
+            self._world.scheduler.at(self._world.scheduler.now, partial(self._world.exit, worker.owner))
             worker.has_ended()
-
-    def _exited(self, worker: _Worker) -> None:
-        self._world.scheduler.kill(worker.owner)
-        self._ports.end_process(worker.owner)
 
     def signal(self, worker: _Worker, signum: int) -> None:
         """End a worker by a signal, which its program does not catch."""

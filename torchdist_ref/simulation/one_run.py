@@ -23,14 +23,13 @@ from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankStalledError, add_note, explain, rank_names
 from torchdist_ref.groups import world as worlds
 from torchdist_ref.ranks.outcomes import Outcome, RankError, RankTimeoutError, values_or_error
-from torchdist_ref.simulation.connections import Ports, connected
 from torchdist_ref.simulation.faults import Cut, Delay, EndHost, EndStore, Fault, Kill, Slow, Stop, check_all
 from torchdist_ref.simulation.network import Network, Wires
 from torchdist_ref.simulation.primitives import building, installed
 from torchdist_ref.simulation.refusals import SIMULATED_BACKENDS, refuse_backend, refuse_many_ranks, refusing
 from torchdist_ref.simulation.result import BlockedOutsideError, DeadlockError, SimulatedRun
 from torchdist_ref.simulation.scheduler import Policy, Scheduler, Task, current_task
-from torchdist_ref.simulation.store import SimulatedStore, watched_waits
+from torchdist_ref.simulation.store import SimulatedStore, stores_of
 from torchdist_ref.simulation.world import SimulatedWorld, transport
 
 _one_at_a_time = threading.Lock()
@@ -118,7 +117,6 @@ class OneRun:
         self.recorded: Sequence[float] | None = compute if recorded else None  # type: ignore[assignment]
         self.wires = Wires(network or Network(0.0, 0.0, 0.0, (0,) * world_size, 0.0, 0.0), world_size)
         self.world = SimulatedWorld(self.scheduler, self.wires, world_size)
-        self.ports = Ports(self.world)
         self.timeline = self.world.timeline
         self.outcomes: dict[int, Outcome] = {}
         self.times = [0.0] * world_size
@@ -153,9 +151,8 @@ class OneRun:
             _one_thread(),
             refusing(),
             installed(programs),
-            watched_waits(),
+            stores_of(self.world),
             transport(self.world),
-            connected(self.ports),
         ):
             with building(scheduler):
                 self.store = SimulatedStore(self.world)

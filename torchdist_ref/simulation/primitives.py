@@ -46,7 +46,7 @@ _SLICES = {
     "backends.worker_threads": 1.0,
 }
 """Interval at which waits look for failures, by module. Those of links are woken when there is something to
-see, so they need not look by themselves. Those of stores are in `store.watched_waits`."""
+see, so they need not look by themselves. Those of stores are in `store.stores_of`."""
 
 
 def _step() -> Task | None:

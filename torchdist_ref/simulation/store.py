@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.simulation.connections import Ports, connected
 from torchdist_ref.simulation.scheduler import CHECK, TIMEOUT, Scheduler, Task, current_task
 from torchdist_ref.simulation.world import SimulatedWorld
 from torchdist_ref.stores import HashStore
@@ -153,7 +154,14 @@ class SimulatedStore(HashStore):
 
 
 @contextmanager
-def watched_waits() -> Iterator[None]:
+def stores_of(world: SimulatedWorld) -> Iterator[None]:
+    """Let stores of simulated ranks work in virtual time in the block."""
+    with _watched_waits(), connected(Ports(world)):
+        yield
+
+
+@contextmanager
+def _watched_waits() -> Iterator[None]:
     """Let waits of watched stores look for failures at longer and longer intervals of virtual time, in the block.
 
     Deaths wake them. A check finds what a living rank publishes, and a death that an earlier wait did not need.

@@ -75,6 +75,12 @@ class SimulatedWorld:
         self.size += 1
         return self.wires.add(host)
 
+    def exit(self, rank: int) -> None:
+        """Let the process of a rank end, whose program has: what is left of it does nothing any more."""
+        self.scheduler.kill(rank)
+        for react in self.on_death:
+            react(rank)
+
     def end_host(self, host: int) -> list[int]:
         """End a host as by a power failure: its ranks do nothing any more, and nobody is told. Return these ranks."""
         ranks = [rank for rank, its_host in enumerate(self.wires.hosts) if its_host == host]
