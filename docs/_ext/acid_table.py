@@ -25,11 +25,10 @@ MOST_LISTED = 10
 """A backend that fails more checks than these has one reason for them, which the page says."""
 
 
-def reports() -> list[dict[str, Any]]:
-    """Return the recorded reports, ours first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
-    names = [*ORDER, *sorted(each["about"]["backend"] for each in found if each["about"]["backend"] not in ORDER)]
-    return sorted(found, key=lambda each: names.index(each["about"]["backend"]))
+def reports() -> dict[str, dict[str, Any]]:
+    """Return the recorded reports by the names of their files, ours first."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+    return {name: found[name] for name in [*ORDER, *(name for name in found if name not in ORDER)]}
 
 
 class AcidDirective(Directive):
@@ -40,8 +39,8 @@ class AcidDirective(Directive):
         found = reports()
         for path in FOLDER.glob("*.json"):
             self.state.document.settings.env.note_dependency(str(path))
-        by_name = [{each["name"]: each for each in report["checks"]} for report in found]
-        header = ("check", "demand", *(report["about"]["backend"] for report in found))
+        by_name = [{each["name"]: each for each in report["checks"]} for report in found.values()]
+        header = ("check", "demand", *found)
         rows = [
             (
                 check.name,
@@ -49,20 +48,20 @@ class AcidDirective(Directive):
                 *(known[check.name]["outcome"] if check.name in known else "new" for known in by_name),
             )
             for check in CHECKS
+            if not check.large
         ]
         listed: list[nodes.Node] = []
-        for report in found:
+        for name, report in found.items():
             wrong = [each for each in report["checks"] if each["outcome"] not in ("pass", "not run")]
             if 0 < len(wrong) <= MOST_LISTED:
                 items = [
                     nodes.list_item("", nodes.paragraph("", f"{each['name']} ({each['outcome']}): {each['detail']}"))
                     for each in wrong
                 ]
-                listed += [nodes.paragraph("", f"{report['about']['backend']}:"), nodes.bullet_list("", *items)]
+                listed += [nodes.paragraph("", f"{name}:"), nodes.bullet_list("", *items)]
         about = "; ".join(
-            f"{report['about']['backend']}: {report['summary']}, with {report['about']['versions']}, "
-            f"on {report['about']['date']}"
-            for report in found
+            f"{name}: {report['summary']}, with {report['about']['versions']}, on {report['about']['date']}"
+            for name, report in found.items()
         )
         return [nodes.paragraph("", f"{about}."), table("acid", header, rows), *listed]
 

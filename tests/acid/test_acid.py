@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -83,13 +82,15 @@ def test_a_wrong_value_and_a_rank_that_exits_cost_one_row_each() -> None:
         ("nobody_knows_it", "fail", "nobody_knows_it"),
     ],
 )
-def test_a_backend_that_makes_no_group_is_one_fact(backend: str, kind: str, text: str) -> None:
-    before = {path.name for path in Path(tempfile.gettempdir()).glob("torchdist_ref-acid-*")}
+def test_a_backend_that_makes_no_group_is_one_fact(
+    backend: str, kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = run("--backend", backend, *ODD, "--only", "bool", "--seconds", "4")
     assert done.returncode == 1
     assert [*outcomes(done).values()] == [kind, "not run"], done.stdout
     assert text in done.stdout
-    assert {path.name for path in Path(tempfile.gettempdir()).glob("torchdist_ref-acid-*")} <= before
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_module_that_cannot_be_imported_is_one_fact(tmp_path: Path) -> None:
@@ -101,6 +102,57 @@ def test_a_module_that_cannot_be_imported_is_one_fact(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1 and "crash    import ends_the_interpreter" in done.stdout
     assert "SIGABRT" in done.stdout
+
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="the extra `mpi` is not installed")
+def test_a_launcher_starts_the_ranks_of_backends_that_need_one(python_with_torch: str) -> None:
+    """Slow, 3 s: MPI's ranks start twice."""
+    launcher = f"{MPIEXEC} -n {{world}} {python_with_torch}"
+    options = ("--backend", "mpi", "--api", "torchdist_ref", "--world", "2", "--launcher", launcher)
+    done = run(*options, "--only", "all_reduce of bool")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert outcomes(done) == {acid.CHECKS[0].name: "pass", "all_reduce of bool": "pass"}, done.stdout
+
+
+def test_a_launcher_that_fails_is_one_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = run(
+        "--backend", "gloo", "--launcher", f"{sys.executable} -c raise(SystemExit('no_slots_left'))", "--only", "bool"
+    )
+    assert done.returncode == 1 and [*outcomes(done).values()] == ["crash", "not run"], done.stdout + done.stderr
+    assert "no_slots_left" in done.stdout
+    assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_of_a_launcher_that_hang_or_die_are_named(python_with_torch: str, tmp_path: Path) -> None:
+    """A launcher in three lines, which starts two ranks and waits for them."""
+    script = tmp_path / "launcher"
+    script.write_text('#!/bin/sh\nPMI_RANK=0 "$@" &\nPMI_RANK=1 "$@" &\nwait\n')
+    script.chmod(0o700)
+    options = ("--world", "2", "--launcher", f"{script} {python_with_torch}", *ODD)
+    done = run("--backend", "hangs", *options, "--only", "bool", "--seconds", "4")
+    assert [*outcomes(done).values()] == ["hang", "not run"], done.stdout + done.stderr
+    assert "rank 0 did not end within 4 s." in done.stdout
+    done = run("--backend", "gloo", *options, "--only", "killed while")
+    assert [*outcomes(done).values()] == ["pass", "pass"], done.stdout + done.stderr
+
+
+def test_large_tensors_are_checked_only_if_asked_for() -> None:
+    listed = run("--backend", "x", "--list").stdout
+    assert listed.count("more than 2 GiB:") == 3
+    done = run("--backend", "gloo", "--only", "broadcast of more than 2 GiB")
+    assert [*outcomes(done)] == [acid.CHECKS[0].name] and done.returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["gloo", "ref"])
+def test_large_tensors(backend: str) -> None:
+    """Slow, a minute, and 13 GiB of memory: three ranks have tensors of more than 2 GiB."""
+    done = run("--backend", backend, "--import", "torchdist_ref", "--large", "--only", "than 2 GiB", "--world", "2")
+    assert [*outcomes(done).values()] == ["pass"] * 4, done.stdout
 
 
 def test_one_rank_runs_what_one_rank_can() -> None:

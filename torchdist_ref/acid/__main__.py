@@ -37,6 +37,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--api", choices=APIS, default="torch", help="whose functions to call (default: torch)")
     parser.add_argument("--device", default="cpu", help="type of the tensors' device (default: cpu)")
     parser.add_argument("--only", default="", metavar="TEXT", help="run the checks whose name has this text")
+    parser.add_argument("--large", action="store_true", help="run also the checks of tensors of more than 2 GiB")
+    parser.add_argument(
+        "--launcher",
+        default="",
+        metavar="COMMAND",
+        help="command that starts Python as all ranks, such as 'mpiexec -n {world} python' (default: ranks are forked)",
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="time after which a check hangs (default: 30)")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write report.json, report.html and badge.svg")
     parser.add_argument("--list", action="store_true", help="list the checks with what they demand, and run none")
@@ -76,11 +83,23 @@ def run_all(checks: Sequence[Check], setting: Setting) -> list[dict[str, object]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status."""
     options = parse(arguments)
-    checks = [check for check in CHECKS if options.only in check.name or check.name == INIT]
+    checks = [
+        check
+        for check in CHECKS
+        if (options.only in check.name or check.name == INIT) and (options.large or options.list or not check.large)
+    ]
     if options.list:
         sys.stdout.writelines(f"{check.area:<9} {check.name}: {check.demand}\n" for check in checks)
         return 0
-    setting = Setting(options.backend, APIS[options.api], options.world, options.device, options.seconds)
+    setting = Setting(
+        options.backend,
+        APIS[options.api],
+        options.world,
+        options.device,
+        options.seconds,
+        options.modules,
+        options.launcher,
+    )
     for module in (*options.modules, setting.api):
         tried = try_import(module)
         if tried.kind != PASSED:
@@ -99,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "imported": ", ".join(options.modules) or "nothing",
             "ranks": str(options.world),
             "device": options.device,
+            **({"launcher": options.launcher} if options.launcher else {}),
             "versions": versions(),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }

@@ -79,6 +79,7 @@ class Check:
         initialized: Whether the default group is made before the call and destroyed after it.
         ends: Function that returns the exit code that the process of a rank must have.
         needs_two: Whether the check makes no sense with one rank.
+        large: Whether its tensors have more than 2 GiB, so that it runs only if asked for.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Check:
     initialized: bool = True
     ends: Callable[[int], int] = lambda rank: 0
     needs_two: bool = False
+    large: bool = False
 
     @property
     def code(self) -> str:

@@ -24,11 +24,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchdist_ref.acid.checks import Check, RankLeaves, Ranks
 from torchdist_ref.processes.control import fork_without_garbage
 from torchdist_ref.stores import FileStore
+
+if TYPE_CHECKING:
+    from torchdist_ref.acid.launched import LaunchedRanks
 
 PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN = "pass", "refused", "fail", "crash", "hang", "not run"
 KINDS = (PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN)
@@ -42,6 +45,7 @@ _GROUP_SECONDS = 60.0
 _AFTER_A_FAILURE = 4.0
 """Seconds that the other ranks have once one has failed: they may wait for it."""
 _LOOK_SECONDS = 0.01
+_LARGE_FACTOR = 10
 
 
 class ProgramEnds(BaseException):
@@ -61,7 +65,9 @@ class Setting:
         api: Name of the module whose functions are called.
         world: Number of ranks.
         device: Type of the tensors' device.
-        seconds: Seconds after which a check hangs.
+        seconds: Seconds after which a check hangs; ten times as many if its tensors are large.
+        modules: Modules that register the backend.
+        launcher: Command that starts Python as all ranks; ``{world}`` is their number. Default: ranks are forked.
     """
 
     backend: str
@@ -69,6 +75,12 @@ class Setting:
     world: int = 3
     device: str = "cpu"
     seconds: float = 30.0
+    modules: Sequence[str] = ()
+    launcher: str = ""
+
+    def seconds_of(self, check: Check) -> float:
+        """Return the seconds after which a check hangs."""
+        return self.seconds * (_LARGE_FACTOR if check.large else 1)
 
 
 @dataclass(frozen=True)
@@ -92,15 +104,16 @@ def run_check(check: Check, setting: Setting) -> CheckOutcome:
         return CheckOutcome(NOT_RUN, "it needs two ranks")
     folder = tempfile.mkdtemp(prefix="torchdist_ref-acid-")
     begin = time.monotonic()
-    pids = []
-    for rank in range(setting.world):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = fork_without_garbage()
-        if not pid:
-            _be_rank(check, setting, rank, folder)
-        pids.append(pid)
-    codes, hung = _wait(pids, check, Path(folder), begin + setting.seconds)
+    ranks: _ForkedRanks | LaunchedRanks
+    if setting.launcher:
+        # It imports this module.
+        from torchdist_ref.acid.launched import LaunchedRanks
+
+        ranks = LaunchedRanks(check, setting, folder)
+    else:
+        ranks = _ForkedRanks([lambda rank=rank: be_rank(check, setting, rank, folder) for rank in range(setting.world)])
+    codes, hung = _wait(ranks, setting.world, check, Path(folder), begin + setting.seconds_of(check))
+    ranks.close(setting.world)
     kind, detail = _judge(check, codes, hung, Path(folder), setting)
     shutil.rmtree(folder, ignore_errors=True)
     return CheckOutcome(kind, detail, round(time.monotonic() - begin, 2))
@@ -111,12 +124,8 @@ def try_import(module: str, seconds: float = 60.0) -> CheckOutcome:
     folder = tempfile.mkdtemp(prefix="torchdist_ref-acid-")
     check = Check(f"import {module}", "values", lambda ranks: None, "The module can be imported.", "", False)
     begin = time.monotonic()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = fork_without_garbage()
-    if not pid:
-        _in_child(Path(folder), 0, seconds, lambda: import_module(module))
-    codes, hung = _wait([pid], check, Path(folder), begin + seconds)
+    ranks = _ForkedRanks([lambda: _in_child(Path(folder), 0, seconds, lambda: import_module(module))])
+    codes, hung = _wait(ranks, 1, check, Path(folder), begin + seconds)
     kind, detail = _judge(check, codes, hung, Path(folder), Setting("", world=1, seconds=seconds))
     shutil.rmtree(folder, ignore_errors=True)
     return CheckOutcome(FAILED if kind == REFUSED else kind, detail, round(time.monotonic() - begin, 2))
@@ -125,7 +134,8 @@ def try_import(module: str, seconds: float = 60.0) -> CheckOutcome:
 # In a rank
 
 
-def _be_rank(check: Check, setting: Setting, rank: int, folder: str) -> NoReturn:
+def be_rank(check: Check, setting: Setting, rank: int, folder: str) -> NoReturn:
+    """Make the calls of a check as one of its ranks, and end this process."""
     dist: Any = import_module(setting.api)
     count = 0
 
@@ -148,7 +158,7 @@ def _be_rank(check: Check, setting: Setting, rank: int, folder: str) -> NoReturn
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    _in_child(Path(folder), rank, setting.seconds, calls)
+    _in_child(Path(folder), rank, setting.seconds_of(check), calls)
 
 
 def _in_child(folder: Path, rank: int, seconds: float, calls: Callable[[], object]) -> NoReturn:
@@ -186,24 +196,52 @@ def _in_child(folder: Path, rank: int, seconds: float, calls: Callable[[], objec
 # In the command
 
 
-def _wait(pids: Sequence[int], check: Check, folder: Path, deadline: float) -> tuple[dict[int, int], list[int]]:
+class _ForkedRanks:
+    """Processes of the ranks of a check, forked from this one."""
+
+    def __init__(self, programs: Sequence[Callable[[], NoReturn]]) -> None:
+        self._pids = []
+        for program in programs:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = fork_without_garbage()
+            if not pid:
+                program()
+            self._pids.append(pid)
+
+    def poll(self, rank: int) -> int | None:
+        """Return the exit code of a rank, None while it runs; to be called until it has ended."""
+        pid, status = os.waitpid(self._pids[rank], os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank that has not ended."""
+        os.kill(self._pids[rank], signal.SIGKILL)
+        os.waitpid(self._pids[rank], 0)
+
+    def close(self, world: int) -> None:
+        """Do nothing: no process but the ranks was started."""
+
+
+def _wait(
+    ranks: _ForkedRanks | LaunchedRanks, world: int, check: Check, folder: Path, deadline: float
+) -> tuple[dict[int, int], list[int]]:
     """Wait until all ranks have ended; kill them at the deadline, and some seconds after the first failure.
 
     Returns:
         The exit code of each rank that has ended by itself, and the ranks that had to be killed.
     """
     codes: dict[int, int] = {}
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for rank, pid in enumerate(pids):
-            if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[rank] = os.waitstatus_to_exitcode(ended[1])
+    while len(codes) < world and time.monotonic() < deadline:
+        for rank in range(world):
+            if rank not in codes and (code := ranks.poll(rank)) is not None:
+                codes[rank] = code
                 if codes[rank] != check.ends(rank) or _result(folder, rank)[0] in (FAILED, REFUSED):
                     deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
         time.sleep(_LOOK_SECONDS)
-    hung = [rank for rank in range(len(pids)) if rank not in codes]
+    hung = [rank for rank in range(world) if rank not in codes]
     for rank in hung:
-        os.kill(pids[rank], signal.SIGKILL)
-        os.waitpid(pids[rank], 0)
+        ranks.kill(rank)
     return codes, hung
 
 
@@ -232,7 +270,8 @@ def _judge(check: Check, codes: dict[int, int], hung: list[int], folder: Path, s
         rank = failed[REFUSED][0]
         return REFUSED, f"rank {rank}: {results[rank][1]}"
     if hung:
-        return HUNG, f"rank {hung[0]} did not end within {setting.seconds:g} s. {_last_lines(folder, hung[0])}".strip()
+        seconds = f"{setting.seconds_of(check):g} s"
+        return HUNG, f"rank {hung[0]} did not end within {seconds}. {_last_lines(folder, hung[0])}".strip()
     return PASSED, ""
 
 
@@ -241,11 +280,13 @@ def _ending(code: int) -> str:
 
 
 def _last_lines(folder: Path, rank: int, count: int = 3) -> str:
-    """Return where a rank was, from the stacks that `faulthandler` wrote, or else the end of its output."""
-    try:
-        lines = (folder / f"output-{rank}").read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
+    """Return where a rank was, from the stacks of `faulthandler`, or the end of its output or of the launcher's."""
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in (folder / f"output-{rank}", folder / "launcher")
+        if path.exists()
+    ]
+    lines = next((text for text in texts if text.strip()), "").splitlines()
     frames = [line.strip() for line in lines if re.match(r'\s+File "', line)]
     shown = [re.sub(r'^File ".*?([^/"]+)"', r"\1", frame) for frame in frames[:count]] or lines[-count:]
     return f"({'; '.join(shown)})" if shown else ""

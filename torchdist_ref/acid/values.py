@@ -13,6 +13,7 @@ from torchdist_ref.acid.checks import INIT, Ranks, check, same, total
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
+TILE = 10_007
 SIZES = ((0,), (), (1,), (7,), (3, 5), (1025,), (65_537,))
 
 
@@ -75,6 +76,48 @@ def _(ranks: Ranks) -> None:
 @check("all_reduce of 32 MiB", "A tensor that exceeds each internal buffer is summed.")
 def _(ranks: Ranks) -> None:
     all_reduced(ranks, (torch.float32,), ((8 * 1024 * 1024 + 3,),))
+
+
+def large(ranks: Ranks, rank: int) -> Tensor:
+    """Return what a rank begins with, more than 2**31 bytes: a tile, repeated."""
+    tile = ranks.data(rank, (TILE,), torch.int8)
+    return tile.repeat(2**31 // TILE + 2)
+
+
+def same_tiles(found: Tensor, tile: Tensor) -> None:
+    """Raise unless a large tensor is a tile, repeated; compare some MiB at a time."""
+    rows = found.view(-1, TILE)
+    for begin in range(0, len(rows), 4096):
+        part = rows[begin : begin + 4096]
+        if not torch.equal(part, tile.expand_as(part)):
+            row = begin + int((part != tile).any(1).nonzero()[0])
+            raise AssertionError(
+                f"the elements from {row * TILE} on are {rows[row][:6].tolist()}, expected {tile[:6].tolist()}"
+            )
+
+
+@check("all_reduce of more than 2 GiB", "A tensor with more bytes than an int32 can count is summed.", large=True)
+def _(ranks: Ranks) -> None:
+    tensor = large(ranks, ranks.rank)
+    ranks.dist.all_reduce(tensor)
+    same_tiles(tensor, total(ranks, (TILE,), torch.int8))
+
+
+@check("broadcast of more than 2 GiB", "All ranks get the tensor of the source.", large=True)
+def _(ranks: Ranks) -> None:
+    tensor = large(ranks, ranks.rank)
+    ranks.dist.broadcast(tensor, ranks.world - 1)
+    same_tiles(tensor, ranks.data(ranks.world - 1, (TILE,), torch.int8))
+
+
+@check("a message of more than 2 GiB", "The receiver gets each byte.", large=True, needs_two=True)
+def _(ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        ranks.dist.send(large(ranks, 0), 1)
+    elif ranks.rank == 1:
+        tensor = large(ranks, 1)
+        ranks.dist.recv(tensor, 0)
+        same_tiles(tensor, ranks.data(0, (TILE,), torch.int8))
 
 
 @check("all_reduce of a strided tensor", "A tensor with gaps is summed, and the gaps stay, or it is refused in words.")
