@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchdist_ref.acid import modules, report
 from torchdist_ref.acid.checks import CHECKS, INIT, Check
+from torchdist_ref.acid.launched import LaunchedRanks
 from torchdist_ref.acid.runs import NOT_RUN, PASSED, CheckOutcome, ProgramEnds, Setting, run_check, try_import
 from torchdist_ref.launcher.about import versions
 
@@ -71,8 +72,9 @@ def run_all(checks: Sequence[Check], setting: Setting) -> list[dict[str, object]
     """Run checks one after the other, print a line for each, and return the rows; none after a failed first one."""
     rows: list[dict[str, object]] = []
     usable = True
+    start = LaunchedRanks if setting.launcher else None
     for check in checks:
-        outcome = run_check(check, setting) if usable else CheckOutcome(NOT_RUN, "no group could be made")
+        outcome = run_check(check, setting, start) if usable else CheckOutcome(NOT_RUN, "no group could be made")
         usable = usable and (check.name != INIT or outcome.kind == PASSED)
         rows.append(row(check, outcome))
         sys.stdout.write(report.line(rows[-1]) + "\n")

@@ -30,7 +30,7 @@ class LaunchedRanks:
 
     Args:
         check: Check.
-        setting: Where it runs; its `launcher` is the command.
+        setting: Setting of the run; its `launcher` is the command.
         folder: Folder of the check.
     """
 

@@ -22,16 +22,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torchdist_ref.acid.checks import Check, RankLeaves, Ranks
 from torchdist_ref.processes.control import fork_without_garbage
 from torchdist_ref.stores import FileStore
-
-if TYPE_CHECKING:
-    from torchdist_ref.acid.launched import LaunchedRanks
 
 PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN = "pass", "refused", "fail", "crash", "hang", "not run"
 KINDS = (PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN)
@@ -98,20 +96,35 @@ class CheckOutcome:
     seconds: float = 0.0
 
 
-def run_check(check: Check, setting: Setting) -> CheckOutcome:
-    """Run a check on ranks of its own. To be called by a process that has no group and no other threads."""
+class RankProcesses(Protocol):
+    """Processes of the ranks of a check."""
+
+    def poll(self, rank: int) -> int | None:
+        """Return the exit code of a rank, None while it runs; to be called until it has ended."""
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank that has not ended."""
+
+    def close(self, world: int) -> None:
+        """End whatever was started beside the ranks."""
+
+
+def run_check(
+    check: Check, setting: Setting, start: Callable[[Check, Setting, str], RankProcesses] | None = None
+) -> CheckOutcome:
+    """Run a check on ranks of its own. To be called by a process that has no group and no other threads.
+
+    Args:
+        check: Check.
+        setting: Setting of the run.
+        start: Function that starts the ranks, which share a folder. Default: they are forked.
+    """
+    start = start or _fork_ranks
     if check.needs_two and setting.world < 2:
         return CheckOutcome(NOT_RUN, "it needs two ranks")
     folder = tempfile.mkdtemp(prefix="torchdist_ref-acid-")
     begin = time.monotonic()
-    ranks: _ForkedRanks | LaunchedRanks
-    if setting.launcher:
-        # It imports this module.
-        from torchdist_ref.acid.launched import LaunchedRanks
-
-        ranks = LaunchedRanks(check, setting, folder)
-    else:
-        ranks = _ForkedRanks([lambda rank=rank: be_rank(check, setting, rank, folder) for rank in range(setting.world)])
+    ranks = start(check, setting, folder)
     codes, hung = _wait(ranks, setting.world, check, Path(folder), begin + setting.seconds_of(check))
     ranks.close(setting.world)
     kind, detail = _judge(check, codes, hung, Path(folder), setting)
@@ -223,8 +236,12 @@ class _ForkedRanks:
         """Do nothing: no process but the ranks was started."""
 
 
+def _fork_ranks(check: Check, setting: Setting, folder: str) -> RankProcesses:
+    return _ForkedRanks([partial(be_rank, check, setting, rank, folder) for rank in range(setting.world)])
+
+
 def _wait(
-    ranks: _ForkedRanks | LaunchedRanks, world: int, check: Check, folder: Path, deadline: float
+    ranks: RankProcesses, world: int, check: Check, folder: Path, deadline: float
 ) -> tuple[dict[int, int], list[int]]:
     """Wait until all ranks have ended; kill them at the deadline, and some seconds after the first failure.
 
