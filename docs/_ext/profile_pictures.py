@@ -72,6 +72,9 @@ def profiled(rank: int, folder: str) -> None:
 
 def profiler() -> str:
     """Profile a step on two ranks, and return the drawing of rank 0's trace."""
+    # The profiler and the optimizer load this in each rank otherwise, which took all of the ranks' time on a busy host.
+    import torch._dynamo
+
     from torchdist_ref.testing import run
 
     with tempfile.TemporaryDirectory() as folder:
