@@ -10,6 +10,7 @@ Both runs are in one process beside Sphinx, whose threads must not be forked.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -73,7 +74,7 @@ def profiled(rank: int, folder: str) -> None:
 def profiler() -> str:
     """Profile a step on two ranks, and return the drawing of rank 0's trace."""
     # The profiler and the optimizer load this in each rank otherwise, which took all of the ranks' time on a busy host.
-    import torch._dynamo
+    importlib.import_module("torch._dynamo")
 
     from torchdist_ref.testing import run
 
