@@ -313,13 +313,18 @@ def test_both_sides_of_a_mismatch_are_named_in_either_order_of_arrival(what: str
     call, key, sides = DIFFERENT[what]
 
     def program(rank: int) -> str:
+        store = current().store
+        assert store is not None
         if rank == 2:
+            # A rank that has ended before would be the reason of the failure.
+            store.wait(["0 has failed", "1 has failed"], timedelta(seconds=60))
             return ""
         if rank != first:
             # What the first one has published.
-            current().store.wait([key], timedelta(seconds=20))  # type: ignore[union-attr]
+            store.wait([key], timedelta(seconds=60))
         with pytest.raises(dist.MismatchError) as caught:
             call(rank)
+        store.set(f"{rank} has failed", "")
         return str(caught.value)
 
     texts = run(program, 3)
