@@ -12,7 +12,7 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -127,6 +127,22 @@ def is_loopback(host: str) -> bool:
         return host.lower().rstrip(".") == "localhost"
     # A socket of both families sees IPv4 addresses as parts of IPv6 ones.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def only_this_host(addresses: Sequence[str]) -> str:
+    """Return the end of an error for absent ranks: that only this host reaches a store at these addresses.
+
+    It is empty if other hosts reach it, or if there are no addresses.
+
+    >>> only_this_host(["10.0.0.5"])
+    ''
+    """
+    if not addresses or not all(map(is_loopback, addresses)):
+        return ""
+    return (
+        f" The store listens on {', '.join(addresses)}, which only this host reaches: ranks on other hosts need "
+        "another MASTER_ADDR."
+    )
 
 
 def is_local(address: Address) -> bool:

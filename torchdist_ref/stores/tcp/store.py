@@ -27,7 +27,7 @@ from torchdist_ref.errors import (
     explain,
 )
 from torchdist_ref.processes.identity import simulated_place
-from torchdist_ref.stores.addresses import is_loopback, parse_host
+from torchdist_ref.stores.addresses import only_this_host, parse_host
 from torchdist_ref.stores.base import (
     RequestLimit,
     Store,
@@ -391,13 +391,7 @@ def advice_on_loopback(store: Any) -> str:
     """
     store = innermost(store)
     server = store.server if isinstance(store, TCPStore) else None
-    at = [str(address[0]) for address in server.addresses] if server is not None else []
-    if not at or not all(map(is_loopback, at)):
-        return ""
-    where = ", ".join(at)
-    return (
-        f" The store listens on {where}, which only this host reaches: ranks on other hosts need another MASTER_ADDR."
-    )
+    return only_this_host([str(address[0]) for address in server.addresses] if server is not None else [])
 
 
 def _checked_host(host: str) -> str:
