@@ -107,11 +107,11 @@ def divided() -> Drawing:
         "expert": ("experts 0, 1", "experts 2, 3"),
     }
     made.words(76, 0, "rank 0", color=BLUE)
-    made.words(214, 0, "rank 1", color=ORANGE)
+    made.words(208, 0, "rank 1", color=ORANGE)
     for row, (name, halves) in enumerate(kinds.items()):
         made.words(0, 34 * row + 25, name)
         for column, (half, color) in enumerate(zip(halves, (BLUE, ORANGE), strict=True)):
-            made.box(76 + 138 * column, 34 * row + 8, half, width=126, color=color)
+            made.box(76 + 132 * column, 34 * row + 8, half, width=124, color=color)
     return made
 
 
@@ -143,11 +143,11 @@ def pcie() -> Drawing:
 def rails() -> Drawing:
     """Draw hosts whose cards of one number are on one switch."""
     made = Drawing("Rails", "The network card of GPU r of each host is connected to switch r.")
-    tops = [made.box(66 + 70 * n, 72, f"rail {n}", width=60, color=ORANGE) for n in range(4)]
+    tops = [made.box(62 + 69 * n, 72, f"rail {n}", width=60, color=ORANGE) for n in range(4)]
     for host in range(2):
         made.words(0, 144.0 * host + 17, f"host {host}")
         for n in range(4):
-            made.arrow(made.box(66 + 70 * n, 144.0 * host, f"GPU {n}", width=60), tops[n], color=ORANGE)
+            made.arrow(made.box(62 + 69 * n, 144.0 * host, f"GPU {n}", width=60), tops[n], color=ORANGE)
     return made
 
 

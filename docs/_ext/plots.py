@@ -58,7 +58,7 @@ def marks(rows: Sequence[tuple[str, Sequence[Span | None]]], series: Sequence[st
     lines = [wrapped(name) for name, _ in rows]
     tops = [TOP + sum(LINE + 14 * (len(line) - 1) for line in lines[:at]) for at in range(len(lines) + 1)]
     bottom = tops[-1] + 2
-    height = bottom + 34 + (18 * -(-len(series) // 2) if len(series) > 1 else 0)
+    height = bottom + 36 + (18 * -(-len(series) // 2) + 2 if len(series) > 1 else 0)
 
     def x(value: float) -> float:
         return LEFT + (log10(value) - low) / (high - low) * (WIDTH - LEFT - RIGHT)

@@ -72,7 +72,7 @@ EVERY = tuple(
 PAGES = EVERY if os.environ.get("TORCHDIST_REF_EVERY_PAGE") else KINDS
 LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
 # Elements that may scroll sideways: code, tables, formulas and the boxes around tables.
-MAY_SCROLL = "pre, textarea, table, .formula, .player-table, .pst-scrollable-table-container, math"
+MAY_SCROLL = "pre, textarea, .prism-code-editor, table, .formula, .player-table, .pst-scrollable-table-container, math"
 
 
 def look(page: Any, width: int, scheme: str, *, reduced: bool = True) -> None:
