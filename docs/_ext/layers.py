@@ -84,7 +84,7 @@ PARTS = (
         "2 backends",
         (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "plain_data", "backends.ref", "backends.torch_native", "debug"),
     ),
-    Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base")),
+    Part("debug", "2 backends", (*BELOW_BACKENDS, "error_index", "schedules", "backends.base")),
     Part("backends.detail_level", "2 backends", (*BELOW_BACKENDS, "backends.base", "backends.operands", "debug")),
     Part(
         "groups",

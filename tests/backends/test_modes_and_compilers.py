@@ -222,6 +222,19 @@ def test_graphs_break_at_the_calls_where_torchs_break(entry: Any, program: Progr
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_the_compiler_reads_no_method_of_a_call() -> None:
+    """A call that another thread completed in between failed the compiler's check of what it had read."""
+    work = dist.Work("all_reduce")
+    work.finish()
+
+    def program(tensor: Tensor, awaited: dist.Work) -> Tensor:
+        doubled = tensor * 2
+        return doubled + 1 if awaited.wait() else doubled
+
+    found = torch._dynamo.explain(program)(torch.arange(3), work)
+    assert (found.graph_count, found.graph_break_count) == (2, 1)
+
+
 class Seen(TorchDispatchMode):
     """Mode that keeps the names of operators of process groups."""
 

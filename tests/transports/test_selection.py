@@ -82,9 +82,9 @@ def test_ranks_of_one_host_connect_with_one_request(tmp_path: Path) -> None:
         run(partial(connect_and_record, path=str(tmp_path / "a"), prepared=3), 3, ranks="processes", init=False)
         == [["set and get"]] * 3
     )
-    # For more ranks the segment is created once it is known that they share a host.
+    # For more ranks the segment is created once it is known that they share a host, and rank 0 publishes all endpoints.
     found = run(partial(connect_and_record, path=str(tmp_path / "b"), prepared=2), 3, ranks="processes", init=False)
-    assert found == [["set and get", "set"], *[["set and get", "get"]] * 2]
+    assert found == [["set and get", "set", "set"], *[["set and get", "get"]] * 2]
 
 
 def test_the_timeout_of_a_group_may_exceed_that_of_its_store() -> None:

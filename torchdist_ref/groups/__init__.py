@@ -70,7 +70,7 @@ from torchdist_ref.groups.queries import (
 )
 from torchdist_ref.groups.registered_memory import empty_registered
 from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
-from torchdist_ref.groups.tracing import mark_for_compilers
+from torchdist_ref.groups.tracing import mark_for_compilers, mark_methods_for_compilers
 from torchdist_ref.groups.world import GroupMember, ProcessGroup, default_pg_timeout
 from torchdist_ref.work import Work
 
@@ -159,3 +159,4 @@ __all__ = [
 ]
 
 mark_for_compilers(globals()[name] for name in __all__)
+mark_methods_for_compilers(Work)

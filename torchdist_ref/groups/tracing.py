@@ -51,6 +51,16 @@ def mark_for_compilers(public: Iterable[Any]) -> None:
             read_as(function, counterpart)
 
 
+def mark_methods_for_compilers(kind: type) -> None:
+    """Have compiled code call the methods of a class as they are.
+
+    The compiler would read them line by line, and check afterwards that what it has read still holds. A call that
+    completes in between, in another thread, fails that check, and the program with it.
+    """
+    for function in filter(isfunction, vars(kind).values()):
+        vars(function)["_torchdynamo_disable"] = True
+
+
 def read_as(function: Any, counterpart: Any) -> None:
     """Have torch's compiler read `counterpart`, a function of torch's, wherever a program calls `function`."""
     vars(function)["_torchdynamo_inline"] = counterpart
