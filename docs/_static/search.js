@@ -5,7 +5,7 @@
 (() => {
   // Pages that list names, quote source code or report changes mention everything and answer little.
   const WEIGHTS = [
-    [/^(changelog|source\/.*|reference\/surface_.*)$/, 0.25],
+    [/^(changelog|explanation\/upstream|source\/.*|reference\/surface_.*)$/, 0.25],
     [/^(design|reference\/compatibility|reference\/torch_packages|explanation\/differences)$/, 0.6],
     [/(^|\/)index$/, 0.6],
     [/^(how-to|collectives)\//, 1.25],
