@@ -4,8 +4,8 @@ Only sockets are replaced: a client's by `SimulatedSocket`, the loop of a server
 requests, the reconnection of clients and the sessions of a server are the library's own code. Each piece of bytes takes
 the time of a message without data, and arrives after those before it.
 
-A process that ends closes its connections, and its ports refuse new ones. A host that ends (`Wires.silent`) says
-nothing any more: whoever sends something to it waits for its own time-out.
+A process that ends closes its connections, and its ports refuse new ones. A host that ends (`Wires.silent`) sends
+nothing any more: a rank that sends something to it waits until its own time-out.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class EndStore(Fault):
 
 @dataclass(frozen=True)
 class EndHost(Fault):
-    """End of a host, as by a power failure: its ranks do nothing any more, and nobody is told.
+    """End of a host, as by a power failure: its ranks stop, and nobody is notified.
 
     The system closes the connections of a rank that is killed, and the others notice at once. The end of a host is
     noticed by those alone who wait for something of it, at their time-out. In `run_job`, the host's agent ends too.

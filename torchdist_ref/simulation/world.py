@@ -82,7 +82,7 @@ class SimulatedWorld:
             react(rank)
 
     def end_host(self, host: int) -> list[int]:
-        """End a host as by a power failure: its ranks do nothing any more, and nobody is told. Return these ranks."""
+        """End a host as by a power failure: its ranks stop, and nobody is notified. Return these ranks."""
         ranks = [rank for rank, its_host in enumerate(self.wires.hosts) if its_host == host]
         self.wires.silent |= set(ranks)
         for rank in ranks:
