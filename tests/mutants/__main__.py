@@ -88,7 +88,8 @@ class Run:
         # 2 to 5 mean that pytest could not do its work; a crash of the tested process is a notice too, and so is a
         # Ctrl-C that came when the test did not expect it any more.
         if code in (2, 3, 4, 5) and not hung and not (code == 2 and "KeyboardInterrupt" in output):
-            raise RuntimeError(f"pytest ended with {code}:\n{output[-2000:]}")
+            name = self.fault.name if self.fault else "no fault"
+            raise RuntimeError(f"{name}: pytest ended with {code}:\n{output[-2000:]}")
         how = f"hung for {LIMIT:g} s" if hung else f"ended with {code}" if code else ""
         return how, usage.ru_utime + usage.ru_stime
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 import torchdist_ref
 from tests.mutants.planting import Fault, matches, places, plant, planted
@@ -32,6 +34,10 @@ def misfit(fault: Fault) -> str:
     names, _, expression = fault.tests.partition(" -k ")
     paths = [PACKAGE.parent / name.partition("::")[0] for name in names.split()]
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    try:
+        Expression.compile(expression)
+    except SyntaxError as error:
+        return f"pytest does not understand {expression!r}: {error}"
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     # Other words may be of parameters.
     unknown = [word for word in re.findall(r"\w+_\w+", expression) if word not in text]
@@ -41,6 +47,12 @@ def misfit(fault: Fault) -> str:
 def test_there_are_enough_faults_and_each_has_a_name_of_its_own() -> None:
     names = [fault.name for fault in planted()]
     assert len(set(names)) == len(names) >= FEWEST
+
+
+def test_quotes_around_the_words_are_refused() -> None:
+    """The shell takes them away; here no shell reads the row."""
+    quoted = replace(FAULTS[0], tests=f"{Path(__file__).relative_to(PACKAGE.parent)} -k 'fit or name'")
+    assert "does not understand" in misfit(quoted)
 
 
 def test_layout_comments_and_trailing_commas_do_not_matter() -> None:
