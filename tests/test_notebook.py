@@ -676,7 +676,7 @@ class TestMagics:
             ("spmd", "-n 3", "%%spmd -n 3: 1 ranks are running. Leave out -n to use them, or end them with %spmd_stop"),
             ("spmd", "'", "No closing quotation"),
             ("spmd", "--fast", "unrecognized arguments: --fast"),
-            ("spmd_get", "a+b", "'a+b' is no name for a variable; add --to NAME"),
+            ("spmd_get", "a+b", "'a+b' is not a name for a variable; add --to NAME"),
             ("spmd_put", "nothing", "this notebook has no variable 'nothing'"),
         ],
     )

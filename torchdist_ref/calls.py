@@ -41,7 +41,7 @@ def checked_tag(operation: str, tag: Any) -> int:
     """Return the tag of a message.
 
     Raises:
-        ArgumentTypeError: It is no integer, or too large for torch's backends: torch raises a TypeError there.
+        ArgumentTypeError: It is not an integer, or too large for torch's backends: torch raises a TypeError there.
         BackendArgumentError: It is negative.
     """
     if tag.__class__ is int and 0 <= tag <= MAX_TAG:

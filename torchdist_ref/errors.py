@@ -257,7 +257,7 @@ class DestroyedGroupError(GroupAbortedError, ArgumentError):
 
 
 class PicklingError(ArgumentTypeError, pickle.PicklingError, pickle.UnpicklingError, AttributeError):
-    """An object to be sent to other ranks cannot be pickled, or is no plain data in a call with ``weights_only=True``.
+    """An object to be sent to other ranks cannot be pickled, or is not plain data in a call with ``weights_only=True``.
 
     Pickle itself raises one of three types: PicklingError for a lambda, AttributeError for a local class, TypeError for
     a lock. torch's loader of plain data raises UnpicklingError. This class is a subclass of all four, so handlers
@@ -268,7 +268,7 @@ class PicklingError(ArgumentTypeError, pickle.PicklingError, pickle.UnpicklingEr
 def text_of(error: BaseException) -> str:
     r"""Return the text of an exception, in characters that UTF-8 can encode; it never raises.
 
-    Other ranks must learn of an error in any case. But a path in its text may hold bytes that are no text, and the
+    Other ranks must learn of an error in any case. But a path in its text may hold bytes that are not text, and the
     ``__str__`` of a user's exception may raise.
 
     >>> print(text_of(ValueError("cannot read \udce9.pt")))

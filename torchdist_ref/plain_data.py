@@ -3,7 +3,7 @@
 Unpickling runs code that the sender chose, and restrictions of pickle were circumvented again and again. This format
 has no instructions: a tag, then a number, a length with bytes, or a count with items. The decoder takes no more bytes
 than there are. It limits the memory of objects that have few bytes, and the keys that share a hash: those of numbers
-are no secret, and each such key is compared with all others. Only the types of `PLAIN_TYPES` themselves are encoded,
+are not secret, and each such key is compared with all others. Only the types of `PLAIN_TYPES` themselves are encoded,
 not their subclasses::
 
     value → u8 tag | fields     bytes, text, int: u64 length, bytes     list, dict, ...: u64 count, values
@@ -43,7 +43,7 @@ _FREE_COST, _COST_PER_BYTE = 64 << 20, 16
 
 
 class NotPlainError(ValueError):
-    """A value has no encoding as plain data, or bytes are no encoding."""
+    """A value has no encoding as plain data, or bytes are not an encoding."""
 
 
 def encode(value: Any) -> bytes:
@@ -68,7 +68,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """Return the value at the start of these bytes; the rest is ignored.
 
     Raises:
-        NotPlainError: The bytes are no encoding.
+        NotPlainError: The bytes are not an encoding.
     """
     return _Decoder(memoryview(data)).value(0)
 
@@ -231,7 +231,7 @@ def _checked(make: Callable[[Any], Any], content: Any) -> Any:
     try:
         return make(content)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
-        # A key or an item of a set that cannot be hashed, text that is no UTF-8.
+        # A key or an item of a set that cannot be hashed, text that is not UTF-8.
         raise NotPlainError(str(error)) from error
 
 

@@ -94,7 +94,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise _wrong(url.partition(":")[0], f"{url!r} is no URL: {error}") from None
+        raise _wrong(url.partition(":")[0], f"{url!r} is not a URL: {error}") from None
     query = _query(parts)
     if (rank != -1 or world_size != -1) and query.keys() & {"rank", "world_size"}:
         raise RepeatedArgumentError(

@@ -175,7 +175,7 @@ class CallFuture(InterruptibleFuture):
         """Call a function with the future once it is done: at once, on this thread, if it is.
 
         Raises:
-            ArgumentTypeError: `callback` is no function.
+            ArgumentTypeError: `callback` is not a function.
         """
         _check_callback("Future.add_done_callback", callback)
         if self.done():
@@ -188,7 +188,7 @@ class CallFuture(InterruptibleFuture):
 
         Raises:
             KeyboardInterrupt: Ctrl-C arrived while the callback ran on this thread.
-            ArgumentTypeError: `callback` is no function.
+            ArgumentTypeError: `callback` is not a function.
         """
         _check_callback("Future.then", callback)
         following = CallFuture(self._scope, self._devices)
@@ -402,7 +402,7 @@ class Work:
         Raises:
             RankStalledError: The time-out passed first. The call, or a callback, is still running.
             DistError: The error of the call.
-            ArgumentTypeError: `timeout` is no time.
+            ArgumentTypeError: `timeout` is not a time.
             ArgumentError: The Work belongs to no call.
 
         Example:
@@ -816,7 +816,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
     """Return the time-out of a wait in seconds.
 
     Raises:
-        ArgumentTypeError: It is no time.
+        ArgumentTypeError: It is not a time.
 
     >>> seconds_of(timedelta(minutes=1))
     60.0

@@ -24,7 +24,7 @@ MAX_RANKS, MAX_CALLS, MAX_ROWS = 32, 10, 500
 def examine(folder: str, log: str) -> str:
     """Return as JSON the verdict on the files of a folder or on a pasted log, with a table and a timeline.
 
-    Files that are no dumps are read as logs. The verdict is that on the dumps if there is one, because they show more.
+    Files that are not dumps are read as logs. The verdict is that on the dumps if there is one, because they show more.
     """
     dumps = read_directory(folder)
     logs = {name: read_log(text) for name in dumps.skipped if (text := _text(Path(folder, name)))}

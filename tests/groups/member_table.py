@@ -193,7 +193,7 @@ name leads to torch's. A `ProcessGroup` is of torch's type, so torch's functions
 methods. A test compares them one by one, and this page is written from the test's own table.
 """
 TAIL = """
-## What is no Python name of torch.distributed
+## Names that are not Python names of torch.distributed
 
 | name | here | why |
 | --- | --- | --- |

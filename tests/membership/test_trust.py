@@ -585,7 +585,7 @@ def test_a_secret_that_another_user_knows_is_refused(secret_file: Path, linked: 
 def test_a_secret_file_that_is_no_file_is_refused_at_once(secret_file: Path, kind: str) -> None:
     secret_file.unlink()
     os.mkfifo(secret_file, 0o600) if kind == "FIFO" else secret_file.mkdir(0o700)
-    with pytest.raises(AuthenticationError, match=r"it is no regular file|Is a directory"):
+    with pytest.raises(AuthenticationError, match=r"it is not a regular file|Is a directory"):
         authenticate(HashStore(), 0, 1, 1.0, [])
 
 

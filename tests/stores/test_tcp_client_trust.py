@@ -111,7 +111,7 @@ Call = Callable[[TCPStore], Any]
         (lambda s: s.get("k"), identity() + response(b"\xff\xff\xff"), "ends inside a field"),
         (lambda s: s.get("k"), identity() + response(), "ends inside a field"),
         (lambda s: s.set("k", "v"), identity() + response(b"\0"), "longer or shorter than its fields"),
-        (lambda s: s.get("k"), identity() + response(b"\xff", status=Status.REFUSED), "a refusal that is no text"),
+        (lambda s: s.get("k"), identity() + response(b"\xff", status=Status.REFUSED), "a refusal that is not text"),
         (lambda s: s.get("k"), identity() + response(b"\xff", status=Status.CANCELED), "ends inside a field"),
         (lambda s: s.multi_get(["a", "b"]), identity() + response(bytes(8)), "0 values of 2 keys"),
     ],
@@ -119,7 +119,7 @@ Call = Callable[[TCPStore], Any]
 def test_what_is_no_response_is_an_error_of_the_network(call: Call, reply: bytes, problem: str) -> None:
     with scripted_server(True, reply) as port:
         store = TCPStore(HOST, port, timeout=TIMEOUT)
-        with pytest.raises(DistNetworkError, match=f"the server at {HOST}:{port} sent what is no response.*{problem}"):
+        with pytest.raises(DistNetworkError, match=f"the server at {HOST}:{port} sent an invalid response.*{problem}"):
             call(store)
         store.close()
 
@@ -153,7 +153,7 @@ def test_a_response_to_a_posted_request_has_a_limit() -> None:
 def test_replies_of_torchs_servers_have_a_limit(call: Call, reply: bytes) -> None:
     with scripted_server(False, reply) as port:
         store = TCPStore(HOST, port, timeout=TIMEOUT)
-        with pytest.raises(DistNetworkError, match=rf"sent what is no response \(a length of {HUGE + 8}|{HUGE + 16}"):
+        with pytest.raises(DistNetworkError, match=rf"sent an invalid response \(a length of {HUGE + 8}|{HUGE + 16}"):
             call(store)
         store.close()
 

@@ -1,7 +1,7 @@
 """Acid test of a backend of `torch.distributed`: ``python -m torchdist_ref.acid --backend NAME``.
 
 It runs some seventy checks on any backend that torch knows, each on ranks of its own, and says of each whether the
-backend passes it, refuses it in words, fails, crashes or hangs, with the call that shows it.
+backend passes it, refuses it with an error that says so, fails, crashes or hangs, with the call that shows it.
 
 A check is a function in `values`, `order`, `failures` or `modules`; `runs` gives it ranks; `report` writes the table.
 Add a check for what a program may expect from each backend, with the sentence of torch's documentation that promises

@@ -187,7 +187,7 @@ def _(ranks: Ranks) -> None:
     same(found[0], ranks.mine())
 
 
-@check("a call of a rank that is no member", "It raises or warns, and the members' calls go on.", needs_two=True)
+@check("a call of a rank that is not a member", "It raises or warns, and the members' calls go on.", needs_two=True)
 def _(ranks: Ranks) -> None:
     group = ranks.dist.new_group([0])
     tensor = ranks.mine()

@@ -41,7 +41,7 @@ def _(ranks: Ranks) -> None:
     all_reduced(ranks, INTEGERS)
 
 
-@check("all_reduce and broadcast of int16", "Integers of 16 bits are no exception, or they are refused in words.")
+@check("all_reduce and broadcast of int16", "16-bit integers work, or the error says that they do not.")
 def _(ranks: Ranks) -> None:
     all_reduced(ranks, (torch.int16,))
     tensor = ranks.mine((4,), torch.int16)
@@ -120,7 +120,7 @@ def _(ranks: Ranks) -> None:
         same_tiles(tensor, ranks.data(0, (TILE,), torch.int8))
 
 
-@check("all_reduce of a strided tensor", "A tensor with gaps is summed, and the gaps stay, or it is refused in words.")
+@check("all_reduce of a strided tensor", "It is summed and the elements between stay, or the error refuses it.")
 def _(ranks: Ranks) -> None:
     around = ranks.mine((4, 6))
     before, view = around.clone(), around[:, ::2]
@@ -200,7 +200,7 @@ def _(ranks: Ranks) -> None:
     same(own, ranks.mine((2, 3)), "the input")
 
 
-@check("all_gather of unequal sizes", "Each rank gets the tensor of each rank, or the call is refused in words.")
+@check("all_gather of unequal sizes", "Each rank gets the tensor of each rank, or the error refuses it.")
 def _(ranks: Ranks) -> None:
     found = [ranks.empty((rank + 1,)) for rank in ranks.everyone]
     ranks.dist.all_gather(found, ranks.mine((ranks.rank + 1,)))
@@ -255,7 +255,7 @@ def _(ranks: Ranks) -> None:
         same(tensor, ranks.data(rank) + ranks.rank, f"the tensor of rank {rank}")
 
 
-@check("all_to_all of lists of unequal sizes", "Each tensor arrives, or the call is refused in words.")
+@check("all_to_all of lists of unequal sizes", "Each tensor arrives, or the error says that sizes must be equal.")
 def _(ranks: Ranks) -> None:
     found = [ranks.empty((rank + 1,)) for rank in ranks.everyone]
     ranks.dist.all_to_all(found, [ranks.mine((ranks.rank + 1,)) + rank for rank in ranks.everyone])

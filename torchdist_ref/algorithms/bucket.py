@@ -106,7 +106,7 @@ class GradBucket:
 
     Raises:
         ArgumentError: The gradients or parameters do not fit the buffer.
-        ArgumentTypeError: The index is no int, or the gradients or parameters are no list of tensors.
+        ArgumentTypeError: The index is not an int, or the gradients or parameters are not a list of tensors.
 
     Example:
         A hook can be tried without any process group:
@@ -276,7 +276,7 @@ class GradBucket:
 
         Raises:
             ArgumentError: The tensor has another shape than the buffer.
-            ArgumentTypeError: It is no tensor.
+            ArgumentTypeError: It is not a tensor.
 
         >>> import torch
         >>> from torchdist_ref import GradBucket

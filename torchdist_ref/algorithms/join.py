@@ -120,7 +120,7 @@ class Join:
 
     Raises:
         ArgumentError: No joinables, or joinables in different groups.
-        ArgumentTypeError: Not a list, or an object that is no Joinable.
+        ArgumentTypeError: Not a list, or an object that is not a Joinable.
         DistError: With ``throw_on_early_termination``, on all ranks, when a rank has no more inputs.
 
     Example:

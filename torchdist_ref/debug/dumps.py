@@ -161,7 +161,7 @@ class Dumps:
 
     Attributes:
         ranks: The dump of each rank.
-        skipped: Files that are no dumps, or of an earlier run or attempt, each with the reason.
+        skipped: Files that are not dumps, or of an earlier run or attempt, each with the reason.
         old: Those of an earlier one, each with the word for it.
     """
 

@@ -196,7 +196,7 @@ def _add_error(log: JobLog, number: int, rank: int | None, text: str, where: str
 
 
 def _read_other(log: JobLog, line: str, rank: int | None) -> None:
-    """Read a line that is no part of a traceback: of a launcher, of NCCL's watchdog, or on a rank that is missing."""
+    """Read a line that is not part of a traceback: of a launcher, of NCCL's watchdog, or on a rank that is missing."""
     if "Watchdog caught" in line and (found := _WATCHDOG.search(line)):
         group, group_rank, seq, op, *sizes = found.groups()
         call = f"{op} of {sizes[0]} elements" if sizes[0] else op

@@ -4,7 +4,7 @@ Four questions are asked in this order, since each kind of failure causes those 
 calls under one number? Has a rank raised an exception of its own? Has a rank died, or aborted? For which rank do the
 others wait? The answer to the last one is the end of a chain: a rank may wait for one that waits for a third. A rank
 whose own time-out passed before it ended waited itself: its death is a consequence. A rank without a dump that can be
-read is no evidence of anything.
+read is not evidence of anything.
 
 Do not add ways to read dumps here: they belong to `dumps`.
 """

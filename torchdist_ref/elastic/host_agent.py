@@ -113,7 +113,7 @@ class _Interrupted(Exception):
 
 
 class _Removed(Exception):
-    """An attempt begins without this host, which is no spare."""
+    """An attempt begins without this host, which is not a spare."""
 
 
 class HostAgent:

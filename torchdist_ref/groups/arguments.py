@@ -69,7 +69,7 @@ def reduction_name(op: Any, operation: str) -> str:
     """
     if op is SUM:
         return "sum"
-    # An instance of ReduceOp holds its member in `op`; members equal plain numbers, which are no reductions.
+    # An instance of ReduceOp holds its member in `op`; members equal plain numbers, which are not reductions.
     member = getattr(op, "op", op)
     if not isinstance(member, type(SUM)) or member not in _REDUCTION_NAMES:
         raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op))
@@ -273,7 +273,7 @@ def blocks_of(
 
     Raises:
         ArgumentError: The tensor is `written`, and its elements overlap.
-        BackendArgumentError: The blocks are no views: the tensor has strides, and too few rows.
+        BackendArgumentError: The blocks are not views: the tensor has strides, and too few rows.
     """
     size = len(group.members)
     if not tensor.is_contiguous():

@@ -303,7 +303,7 @@ def barrier(
 
     Raises:
         NotInitializedError: `init_process_group` was not called.
-        ArgumentTypeError: `device_ids` is no list of int.
+        ArgumentTypeError: `device_ids` is not a list of int.
         MismatchError: A rank made another call.
         DistBackendError: A rank died, aborted, or did not call in time.
 
@@ -358,7 +358,7 @@ def monitored_barrier(
         RankStalledError: Some ranks did not call in time. Also on a rank that calls after the others have given up.
         RankDiedError: A rank has died before all had called this. The others fail at once; the error names the dead.
         GroupAbortedError: A rank has left the group, or failed in it. The others fail at once; the error names it.
-        ArgumentTypeError: The time-out is no timedelta.
+        ArgumentTypeError: The time-out is not a timedelta.
         ArgumentError: The time-out is not positive, or the group was destroyed.
         NotInitializedError: `init_process_group` was not called.
 

@@ -461,8 +461,8 @@ def _agree_on_members(store: PrefixStore, rank: int, members: tuple[int, ...], b
     """Compare this rank's members and backend with those of the first rank that creates the same group.
 
     Returns:
-        Whether the members have agreed on the backend. They have not if the first rank is no member: its backend does
-        not count.
+        Whether the members have agreed on the backend. They have not if the first rank is not a member: its backend
+        does not count.
 
     Raises:
         MismatchError: Another rank passed other members, or another member another backend.

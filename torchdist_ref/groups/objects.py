@@ -52,7 +52,7 @@ def all_gather_object(
             without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: A rank's object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+        PicklingError: A rank's object cannot be pickled, or is not plain data with `weights_only`. All ranks raise
             it, and the group remains usable.
         EntryError: The list has fewer entries than the group has ranks. The other ranks receive their objects.
         NotInitializedError: `init_process_group` was not called.
@@ -111,7 +111,7 @@ def gather_object(
             without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: A rank's object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+        PicklingError: A rank's object cannot be pickled, or is not plain data with `weights_only`. All ranks raise
             it, and the group remains usable.
         ArgumentError: No list or a short one on the destination, or a list on another rank. All ranks raise it.
         NotInitializedError: `init_process_group` was not called.
@@ -190,7 +190,7 @@ def broadcast_object_list(
             without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+        PicklingError: An object cannot be pickled, or is not plain data with `weights_only`. All ranks raise
             it, and the group remains usable.
         ArgumentError: This rank's list has another length than the source's, or the source is not in the group.
         NotInitializedError: `init_process_group` was not called.
@@ -259,7 +259,7 @@ def scatter_object_list(
             without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled, or is no plain data with `weights_only`. All ranks raise
+        PicklingError: An object cannot be pickled, or is not plain data with `weights_only`. All ranks raise
             it, and the group remains usable.
         ArgumentError: The output list is empty or no list. Or the source passed no list, or one of the wrong length;
             then all ranks raise it.
@@ -343,7 +343,8 @@ def send_object_list(
             without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled, or is no plain data with `weights_only`. The receiver raises it too.
+        PicklingError: An object cannot be pickled, or is not plain data with `weights_only`. The receiver raises it
+            too.
         ArgumentError: The destination is this rank, or not in the group.
         DistBackendError: The receiver died, aborted, or did not call in time.
 
@@ -407,7 +408,7 @@ def recv_object_list(
         Global rank of the sender; -1, with a warning, if this rank is not in the group.
 
     Raises:
-        PicklingError: The sender could not pickle an object, or it is no plain data with `weights_only`.
+        PicklingError: The sender could not pickle an object, or it is not plain data with `weights_only`.
         ArgumentError: The list has another length than the sender's, or the source is this rank or not in the group.
         DistBackendError: The source died, aborted, or did not send in time.
 

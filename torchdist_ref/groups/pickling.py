@@ -123,7 +123,7 @@ def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, weights
 
 
 def _not_weights(operation: str, group: ProcessGroup, cause: NotPlainError) -> str:
-    """Return the text of the error for an object of this rank that is no plain data, in a call with `weights_only`."""
+    """Return the text of the error for an object of this rank that is not plain data, in a call with `weights_only`."""
     return (
         f"{operation}: Weights only load failed: rank {group.members[group.rank()]}'s object has {cause} in it, and "
         f"with weights_only=True ranks exchange plain data only ({PLAIN_TYPES}; not their subclasses). Send such data, "
@@ -148,8 +148,8 @@ def unpack(
 
     Raises:
         AuthenticationError: A process outside this job wrote the payload, or took it from another exchange.
-        NotPlainError: The payload is no plain data, and the ranks are not authenticated.
-        PicklingError: The payload is no plain data, and `weights_only` allows nothing else.
+        NotPlainError: The payload is not plain data, and the ranks are not authenticated.
+        PicklingError: The payload is not plain data, and `weights_only` allows nothing else.
     """
     try:
         return load_object(group, memoryview(buffer), operation, exchange, source, weights_only)
@@ -196,7 +196,8 @@ def _load_weights(data: memoryview) -> Any:
         return decode(data)
     except NotPlainError as error:
         raise PicklingError(
-            f"Weights only load failed: the object is no plain data ({error}). Pass the same weights_only on all ranks."
+            f"Weights only load failed: the object is not plain data ({error}). "
+            "Pass the same weights_only on all ranks."
         ) from error
 
 

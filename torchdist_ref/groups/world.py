@@ -217,7 +217,7 @@ class ProcessGroup(CallsFromTorch):
 
 
 class RankTypeError(ArgumentError, ArgumentTypeError):
-    """A rank that is no integer. torch raises a TypeError in the default group, and a ValueError in others."""
+    """A rank that is not an integer. torch raises a TypeError in the default group, and a ValueError in others."""
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def one_device(environment: Mapping[str, str], local_rank: int) -> dict[str, str
 
 @contextlib.contextmanager
 def job_store(port: int, host: str) -> Iterator[int]:
-    """Serve the ranks' store until the end of the block; the launcher itself is no client of it.
+    """Serve the ranks' store until the end of the block; the launcher itself is not a client of it.
 
     Args:
         port: Port; 0 selects a free one.

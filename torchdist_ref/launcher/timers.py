@@ -52,7 +52,7 @@ class TimerServer:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
             os.mkfifo(path, 0o600)
-            # Open for writing too, so that the last client's end is no end of file.
+            # Open for writing too, so that the last client's end is not an end of file.
             self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             text = f"the launcher cannot create the pipe of timers {path}: {error.strerror}."

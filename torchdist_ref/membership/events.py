@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Value):
         return value.to_json()
     if isinstance(value, str):
-        # Paths in it may hold bytes that are no text.
+        # Paths in it may hold bytes that are not text.
         return value.encode(errors="backslashreplace").decode()
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
@@ -90,7 +90,7 @@ def _restored(kind: Any, content: Any) -> Any:
     """
     if get_origin(kind) is tuple:
         if not isinstance(content, list):
-            raise ValueError(f"{content!r} is no list")
+            raise ValueError(f"{content!r} is not a list")
         return tuple(_restored(get_args(kind)[0], each) for each in content)
     if isinstance(kind, UnionType):
         return None if content is None else _restored(get_args(kind)[0], content)

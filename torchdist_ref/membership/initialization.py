@@ -101,7 +101,7 @@ def meet_on(store: Store, rank: int, world_size: int) -> Meeting:
     """Meet the other ranks on a store.
 
     Raises:
-        ArgumentTypeError: The rank or the world size is no integer.
+        ArgumentTypeError: The rank or the world size is not an integer.
         BackendArgumentError: The rank is too large.
         UsageError: The rank is negative, or the world has no rank.
     """

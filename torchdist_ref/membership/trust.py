@@ -328,7 +328,7 @@ def job_secret() -> bytes:
     """Return the token of this job; empty if there is none.
 
     Raises:
-        AuthenticationError: The token is too short. Or its file cannot be read, is no file, belongs to another user,
+        AuthenticationError: The token is too short. Or its file cannot be read, is not a file, belongs to another user,
             or can be read by other users.
     """
     path = os.environ.get(SECRET_FILE)
@@ -354,7 +354,7 @@ def _read_secret(path: str) -> bytes:
         raise AuthenticationError(f"{SECRET_FILE}={path}: {error.strerror}.") from error
     user = os.geteuid()
     if not stat.S_ISREG(status.st_mode):
-        raise AuthenticationError(f"{SECRET_FILE}={path}: it is no regular file. Put the token into a file.")
+        raise AuthenticationError(f"{SECRET_FILE}={path}: it is not a regular file. Put the token into a file.")
     if status.st_uid not in (user, 0):
         raise AuthenticationError(
             f"{SECRET_FILE}={path}: it belongs to user {status.st_uid}, who knows the token, and this rank to user "

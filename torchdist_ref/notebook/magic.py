@@ -170,7 +170,7 @@ class SpmdMagics:
         """Fetch a variable."""
         target = options.to or options.name
         if not target.isidentifier():
-            raise SpmdUsageError(f"%spmd_get: {target!r} is no name for a variable; add --to NAME")
+            raise SpmdUsageError(f"%spmd_get: {target!r} is not a name for a variable; add --to NAME")
         self._shell.user_ns[target] = self._running("%spmd_get").pull(options.name, options.rank)
 
     def put(self, options: argparse.Namespace) -> None:

@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The result of the optimizer's ``step``. With ``overlap_with_ddp``, None, and nothing happens.
 
         Raises:
-            ArgumentTypeError: `closure` is no function, and the optimizer calls it.
+            ArgumentTypeError: `closure` is not a function, and the optimizer calls it.
         """
         if self.overlap_with_ddp:
             logger.warning("ZeroRedundancyOptimizer.step does nothing with overlap_with_ddp: the hook updates.")

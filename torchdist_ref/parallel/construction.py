@@ -65,7 +65,7 @@ def check_devices(found: Sequence[ParameterEntry], device_ids: Any, output_devic
 
     Raises:
         ArgumentError: ``device_ids`` does not apply to this module.
-        ArgumentTypeError: It is no list.
+        ArgumentTypeError: It is not a list.
     """
     devices = {entry.parameter.device for entry in found}
     if len({device.type for device in devices}) > 1:
@@ -116,7 +116,7 @@ def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:
 
     Raises:
         ArgumentError: One of the two arguments is missing.
-        ArgumentTypeError: The second is no tensor.
+        ArgumentTypeError: The second is not a tensor.
     """
     if trigger is not None and not isinstance(trigger, torch.Tensor):
         raise ArgumentTypeError(explain(OPERATION, "param_to_hook_all_reduce", "a parameter of the module", trigger))

@@ -156,7 +156,7 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[Batch]:
     if None in rows:
         raise BackendArgumentError("Pipe: chunk expects at least a 1-dimensional tensor; pass a scalar in NoChunk.")
     if len(set(rows)) > 1:
-        hint = "Pass those that are no batches in NoChunk."
+        hint = "Pass those that are not batches in NoChunk."
         raise BackendArgumentError(f"Pipe: inputs have different numbers of rows, {rows}, to be cut in chunks. {hint}")
     pieces = [value.chunk(chunks) if isinstance(value, Tensor) else None for value in inputs]
     whole = [value.tensor if isinstance(value, NoChunk) else value for value in inputs]

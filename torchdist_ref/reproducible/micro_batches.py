@@ -44,7 +44,7 @@ class MicroBatches:
     Raises:
         ArgumentError: The micro-batches are not divided evenly, or by no power of two; or a parameter is neither
             float32 nor float64, since partial sums of 16-bit floats would be rounded on each rank.
-        ArgumentTypeError: The model is no `DistributedDataParallel`.
+        ArgumentTypeError: The model is not a `DistributedDataParallel`.
 
     Example:
         >>> import torch, torchdist_ref as dist

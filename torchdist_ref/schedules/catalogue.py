@@ -67,7 +67,7 @@ def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary:
         summary: the idea, in one line (default: none).
 
     Raises:
-        ArgumentError: there is no such operation, the name can't be used, or `make` is no function.
+        ArgumentError: there is no such operation, the name can't be used, or `make` is not a function.
 
     >>> from torchdist_ref.schedules import build, register, unregister
     >>> from torchdist_ref.schedules import Schedule, carry
@@ -268,7 +268,7 @@ def choose(
         raise ArgumentError(explain("choose", "transport", "'shared_memory' or 'tcp'", transport))
     if hosts and len(set(hosts)) > 1:
         shared = max(Counter(hosts).values()) > 1 and op != "send"
-        # Hosts that are no subtrees would be combined along another tree.
+        # Hosts that are not subtrees would be combined along another tree.
         hierarchy = shared and (op not in UNROUNDED or (are_subtrees(hosts) and not rounded))
         return "hierarchical" if hierarchy else _between_hosts(op, world, nbytes, rounded)
     if transport == "tcp" and world > 1:

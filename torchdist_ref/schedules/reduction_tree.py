@@ -2,7 +2,7 @@
 
 Floating-point addition commutes and does not associate: ``(a + b) + c`` and ``a + (b + c)`` round differently. So a
 sum has the same bits in a bucket, in a slice, by another algorithm and over another transport only if the ranks are
-combined along the same tree everywhere. This is the tree. If the number of ranks is no power of two, the first ranks
+combined along the same tree everywhere. This is the tree. If the number of ranks is not a power of two, the first ranks
 form pairs until a power of two of values is left. Then neighbors are combined, again and again::
 
     4 ranks: (0 1) (2 3)          6 ranks: ((0 1) (2 3)) (4 5)

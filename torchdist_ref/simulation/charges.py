@@ -69,7 +69,7 @@ class _Charges:
 
     @property
     def submit(self) -> Callable[..., Any]:
-        """`Ref.submit`: its processor time is no computation."""
+        """`Ref.submit`: its processor time is not computation."""
         return self._in_call(self._submit)
 
     @property

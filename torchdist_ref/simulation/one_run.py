@@ -45,7 +45,7 @@ def simulated_store() -> SimulatedStore:
     """Return the store of the run that the calling rank is in.
 
     Raises:
-        ArgumentError: The caller is no simulated rank.
+        ArgumentError: The caller is not a simulated rank.
     """
     return _of_caller("simulated_store")[0].store
 
@@ -56,7 +56,7 @@ def simulated_operations() -> int:
     A program that returns it before and after a call tells which operations belong to the call.
 
     Raises:
-        ArgumentError: The caller is no simulated rank.
+        ArgumentError: The caller is not a simulated rank.
 
     Example:
         >>> import torchdist_ref as dist
@@ -338,7 +338,7 @@ class OneRun:
             )
 
     def _conclude(self) -> SimulatedRun:
-        """Return the result, or raise the error of the rank to look at. The plan's deaths are no failures."""
+        """Return the result, or raise the error of the rank to look at. The plan's deaths are not failures."""
         killed = {rank for rank in range(self.size) if self.scheduler.is_dead(rank)}
         outcomes = {rank: outcome for rank, outcome in self.outcomes.items() if rank not in killed}
         left = [rank for rank in range(self.size) if rank not in outcomes and rank not in killed]

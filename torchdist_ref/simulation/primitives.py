@@ -297,7 +297,7 @@ _building_thread = 0
 
 @contextmanager
 def building(scheduler: Scheduler) -> Iterator[None]:
-    """Let the calling thread, which is no task, make simulated locks in the block."""
+    """Let the calling thread, which is not a task, make simulated locks in the block."""
     global _building_thread
     _building_thread = _thread.get_ident()
     _building.append(scheduler)

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 from torchdist_ref.simulation.generators import Generators
 
 EVENT, TIMEOUT, CHECK = 0, 1, 2
-"""Kinds of entries in the queue of times. Time-outs are no progress: where only they are left, ranks wait in vain. The
+"""Kinds of entries in the queue of times. Time-outs are not progress: where only they are left, ranks wait in vain. The
 time-out of a wait that only looks for failures and goes on is a check."""
 FAR_SECONDS = 1.0e7
 """Virtual seconds from now after which a time-out counts as none: four months."""
@@ -104,7 +104,7 @@ class Task:
         waits_for: Object or text that the task waits for, for reports; None while it can run.
         purpose: Description of its wait for reports, where `waits_for` says too little; empty otherwise.
         uncached: Part of the call that the task is in which memory limits.
-        calls: Number of calls of the library that the task is in: their processor time is no computation.
+        calls: Number of calls of the library that the task is in: their processor time is not computation.
         alarmed: Whether something has changed that a wait has to look at again.
         watched: Kind of the time-out of the next wait in the store if it is one that looks for failures; None if not.
         has_ended: Whether its function has returned.
@@ -414,7 +414,7 @@ class Scheduler:
         if self.is_over:
             raise SimulationEnded
         raise RuntimeError(
-            f"thread {threading.current_thread().name!r} is no part of the simulation, and uses a lock or a queue of a "
+            f"thread {threading.current_thread().name!r} is not part of the simulation, and uses a lock or queue of a "
             f"rank. Start it in the program of a rank."
         )
 
@@ -492,7 +492,7 @@ class Scheduler:
     # The run, from outside
 
     def run(self, watch: Callable[[], None]) -> None:
-        """Run until all tasks have ended, or none can continue. Called by a thread that is no task.
+        """Run until all tasks have ended, or none can continue. Called by a thread that is not a task.
 
         Args:
             watch: Function to call from time to time; what it raises ends the run.

@@ -60,7 +60,7 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
         default_port: Port of a text without one.
 
     Raises:
-        ValueError: The host is neither a name nor an address, or the port is no port number.
+        ValueError: The host is neither a name nor an address, or the port is not a port number.
 
     >>> parse_endpoint("node0:29400", 1), parse_endpoint("[fd77::1]:400", 1), parse_endpoint("::1", 1)
     (('node0', 29400), ('fd77::1', 400), ('::1', 1))
@@ -76,7 +76,7 @@ def parse_port(text: str) -> int:
     """Return the port in a text, which may have blanks around it and zeros in front.
 
     Raises:
-        ValueError: The text is no port number.
+        ValueError: The text is not a port number.
 
     >>> parse_port(" 029500 ")
     29500

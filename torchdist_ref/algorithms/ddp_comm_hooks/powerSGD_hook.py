@@ -132,7 +132,7 @@ class PowerSGDState:
 
     Raises:
         ArgumentError: ``start_powerSGD_iter`` or ``matrix_approximation_rank`` is too small.
-        ArgumentTypeError: The group is none, or the rank or the seed is no int.
+        ArgumentTypeError: The group is none, or the rank or the seed is not an int.
 
     Example:
         >>> from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -422,7 +422,7 @@ def _unpadded(rounds: HookRounds, buffer: torch.Tensor) -> HookRounds:
 
 
 def _exact_average(state: PowerSGDState, bucket: GradBucket, divisor: Divisor) -> HookRounds:
-    """Average a sparse gradient, which is no matrix to be factored, when its turn in the queue comes."""
+    """Average a sparse gradient, which is not a matrix to be factored, when its turn in the queue comes."""
     out = average(bucket.buffer(), divisor)
     yield out
     state.maybe_increase_iter(bucket)

@@ -74,7 +74,7 @@ def quantization_perchannel_hook(
     Raises:
         DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
             begun.
-        ArgumentError: ``bucket_size`` is no positive int.
+        ArgumentError: ``bucket_size`` is not a positive int.
 
     Example:
         >>> import torch, torchdist_ref as dist

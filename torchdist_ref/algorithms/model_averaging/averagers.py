@@ -45,7 +45,7 @@ def average_parameters(params: Iterator[Parameter], process_group: Any) -> None:
 
     Raises:
         MismatchError: Ranks have different parameters.
-        ArgumentTypeError: `params` is no iterable of parameters.
+        ArgumentTypeError: `params` is not an iterable of parameters.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def get_params_to_average(params: ModelParameters) -> list[Parameter]:
         The parameters with a gradient, in order.
 
     Raises:
-        ArgumentTypeError: An element is no parameter and no group of parameters.
+        ArgumentTypeError: An element is neither a parameter nor a group of parameters.
 
     Example:
         >>> import torch

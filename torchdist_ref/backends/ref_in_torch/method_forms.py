@@ -47,7 +47,7 @@ def device_type(method: str, value: Any) -> str:
     """Return the type of a device, such as "cpu".
 
     Raises:
-        ArgumentTypeError: It is no device.
+        ArgumentTypeError: It is not a device.
     """
     try:
         return device(value).type

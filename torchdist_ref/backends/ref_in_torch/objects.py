@@ -48,7 +48,7 @@ WINDOW = 4096
 
 
 def not_plain(operation: str, group: Any, cause: NotPlainError) -> PicklingError:
-    """Return the error for an object of this rank that is no plain data.
+    """Return the error for an object of this rank that is not plain data.
 
     Args:
         operation: Function that the program called.

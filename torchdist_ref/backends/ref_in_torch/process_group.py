@@ -237,7 +237,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Set the group's name.
 
         Raises:
-            ArgumentTypeError: It is no text.
+            ArgumentTypeError: It is not text.
         """
         check_type("setGroupName", "name", name, str, "a str")
         self._name = name
@@ -250,7 +250,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Set the group's description.
 
         Raises:
-            ArgumentTypeError: It is no text.
+            ArgumentTypeError: It is not text.
         """
         check_type("setGroupDesc", "description", description, str, "a str")
         self._description = description
@@ -270,7 +270,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Set the type of the default backend, which C++ asks for.
 
         Raises:
-            ArgumentTypeError: It is no type of a backend.
+            ArgumentTypeError: It is not a type of a backend.
         """
         kind = c10d.ProcessGroup.BackendType
         check_type("_set_default_backend", "backend_type", backend_type, kind, "a ProcessGroup.BackendType")
@@ -374,7 +374,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Return the backend of a device type, which is this group for those of its backends.
 
         Raises:
-            ArgumentTypeError: It is no device.
+            ArgumentTypeError: It is not a device.
             UnsupportedError: The group has no backend for it.
         """
         if device_type("_get_backend", device) not in self._backend_names():
@@ -485,8 +485,8 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Return the other rank of a message.
 
         Raises:
-            ArgumentTypeError: It is no integer.
-            ArgumentError: It is no group rank.
+            ArgumentTypeError: It is not an integer.
+            ArgumentError: It is not a group rank.
         """
         expected = f"a group rank from 0 to {self.size() - 1}"
         try:

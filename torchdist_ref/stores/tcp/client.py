@@ -8,7 +8,7 @@ and the server reports which keys are missing.
 run a request twice. At torch's server, only idempotent requests are repeated.
 
 *Limits.* A response has a largest size that follows from its request, so a server cannot fill the memory of a client.
-Bytes that are no response raise `DistNetworkError`.
+Bytes that are not a response raise `DistNetworkError`.
 
 *Emulation.* torch's servers run a `get` in two steps, WAIT and GET, between which another client may delete the key.
 They do not acknowledge a `set`; the reply to a PING behind it shows that the value is in the store.
@@ -374,7 +374,7 @@ class ClientConnection:
             except ProtocolError as error:
                 self.close()
                 raise DistNetworkError(
-                    f"{operation.name.lower()}: the server at {self._server} sent what is no response ({error}). "
+                    f"{operation.name.lower()}: the server at {self._server} sent an invalid response ({error}). "
                     f"Another program may hold the port, or run another version: check MASTER_ADDR and MASTER_PORT."
                 ) from error
             except BaseException:
@@ -531,7 +531,7 @@ def _raise_status(status: int, body: bytes) -> NoReturn:
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
-            raise ProtocolError(f"a refusal that is no text: {error}") from error
+            raise ProtocolError(f"a refusal that is not text: {error}") from error
         raise ArgumentError(text)
     if status == Status.CANCELED:
         raise RequestTimeout(read("L", body)[0])

@@ -63,7 +63,7 @@ def full_error(operation: Operation, budget: int) -> ArgumentError:
 
 
 class ProtocolError(Exception):
-    """The peer sent bytes that are no message; its connection is unusable."""
+    """The peer sent bytes that are not a message; its connection is unusable."""
 
 
 class Status(IntEnum):
@@ -474,7 +474,7 @@ class RequestDecoder:
         Most requests arrive alone and whole, and this takes a quarter of the time.
 
         Raises:
-            ProtocolError: the bytes are no request.
+            ProtocolError: the bytes are not a request.
         """
         if self.held or not self._validated or data[0] != FRAMED or len(data) < _HEADER_BYTES:
             return None
@@ -488,7 +488,7 @@ class RequestDecoder:
         """Return the next complete request, or None until more bytes are fed.
 
         Raises:
-            ProtocolError: the bytes are no request, or one over the limits.
+            ProtocolError: the bytes are not a request, or one over the limits.
         """
         while self.held >= self._needed:
             framed = self._validated and self._data[self._at] == FRAMED

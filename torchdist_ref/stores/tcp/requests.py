@@ -347,7 +347,7 @@ class RequestHandler:
         try:
             return self.table.number(key)
         except ArgumentError:
-            return INT64.stop  # the value is no number any more, which the requests report
+            return INT64.stop  # the value is not a number any more, which the requests report
 
     def _cancel(self, client: StoreClient) -> None:
         request = self._unfile(client)
