@@ -153,11 +153,11 @@ def _add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
     text = "port of the store on the first host (default: a free one on one host, else 29500)"
     add.value("--master-port", kind=_port, metavar="PORT", help=text)
     add.value(
-        "--local-addr", kind=_host, metavar="ADDRESS", help="address of this host for the others (default: looked up)"
+        "--local-addr", kind=_host, metavar="ADDRESS", help="address of this host for other hosts (default: looked up)"
     )
     text = "static (host ranks are given) or c10d (hosts join and leave) (default: static)"
     add.value("--rdzv-backend", default="static", metavar="NAME", help=text)
-    add.value("--rdzv-endpoint", kind=_endpoint, default="", metavar="HOST:PORT", help="where the hosts meet")
+    add.value("--rdzv-endpoint", kind=_endpoint, default="", metavar="HOST:PORT", help="address at which hosts meet")
     add.value("--rdzv-id", default="none", metavar="ID", help="name of the job (default: none)")
     add.value("--rdzv-conf", default="", metavar="K=V,...", help="further options of the rendezvous")
     add.flag("--standalone", help="one host, a free port and a new job name, whatever other options say")
@@ -170,28 +170,29 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
     add.flag("--run-path", help="run the script (an absolute path) as a function of a started interpreter")
     text = f"start of an interpreter for --run-path: {', '.join(START_METHODS)} (default: spawn)"
     add.value("--start-method", kind=_one_of(*START_METHODS), default="spawn", metavar="METHOD", help=text)
-    text = "signals to forward to the ranks, with commas between them (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
+    text = "signals to forward to the ranks, separated by commas (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
     add.value("--signals-to-handle", kind=_signals, default=DEFAULT_SIGNALS, metavar="NAMES", help=text)
-    text = "between asking ranks to stop and killing them (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30)"
+    text = "time between asking ranks to stop and killing them (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30)"
     add.value("--grace", "--shutdown-timeout", kind=_seconds, metavar="SECONDS", help=text)
-    text = "accepted as by torchrun; failures are noticed at once (default: 0.1)"
+    text = "accepted because torchrun has it, without effect: failures are noticed at once (default: 0.1)"
     add.value("--monitor-interval", kind=_seconds, default=0.1, metavar="SECONDS", help=text)
     add.flag("--virtual-local-rank", help="each rank sees only its own GPU, as device 0, and has LOCAL_RANK 0")
     text = "bind ranks to the processors near their GPU: node, socket, exclusive or core-complex"
     add.value("--numa-binding", kind=_one_of(*devices.BINDINGS), metavar="MODE", help=text)
-    add.flag("--use-env", help="accepted as by torch.distributed.launch; LOCAL_RANK is always set")
+    add.flag("--use-env", help="accepted because torch.distributed.launch has it; LOCAL_RANK is always set")
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:
     add = _Adder(parser, "output and logs")
     add.flag("--prefix", help="begin each line of output with the rank that wrote it")
-    text = "start of each line instead; ${role_name}, ${rank}, ${local_rank} and ${hostname} are replaced"
+    text = "text to begin each line with; ${role_name}, ${rank}, ${local_rank} and ${hostname} are replaced"
     add.value("--log-line-prefix-template", default="", metavar="TEXT", help=text)
     add.value("--log-dir", metavar="FOLDER", help="base folder of log files (default: a temporary one)")
     text = "streams to write to log files: 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:NUMBER pairs"
     add.value("-r", "--redirects", kind=_streams, default="0", metavar="STREAMS", help=text)
-    add.value("-t", "--tee", kind=_streams, default="0", metavar="STREAMS", help="streams to write to both, likewise")
-    text = "local ranks whose output appears on the console, with commas between them (default: all)"
+    text = "streams to write to log files and to the console, given as for --redirects"
+    add.value("-t", "--tee", kind=_streams, default="0", metavar="STREAMS", help=text)
+    text = "local ranks whose output appears on the console, separated by commas (default: all)"
     add.value("--local-ranks-filter", kind=_rank_list, default="", metavar="RANKS", help=text)
     for name in ("stdout", "stderr"):
         text = f"copy lines of teed {name} with one of these texts to filtered_{name}.log (,, is a comma in a text)"
