@@ -331,7 +331,7 @@ def test_a_rendezvous_that_never_comes_is_named_at_the_time_out(world: World) ->
     found = world.agent.run()
     assert found.code == 2 and found.text == (
         "host-2: no agent answers at 10.0.0.1:29400; gave up after 60 s. Check --rdzv-endpoint or --master-addr, "
-        "and that the launcher runs there and no firewall is between."
+        "that the launcher runs there, and that no firewall blocks the connection."
     )
     tries = len(world.seen("join"))
     assert tries == pytest.approx(JOIN_SECONDS / (FIRST_CONNECT_SECONDS + RETRY_SECONDS), abs=1)

@@ -161,7 +161,7 @@ def test_missing_hosts_are_named_every_ten_seconds_and_end_the_job_at_the_time_o
     assert kinds(decide(roster, 9.9)) == ["accept", "accept"]
     [note] = decide(roster, 10.0)
     assert note.content["text"].startswith(
-        "2 of 3 hosts (--nnodes) are there (host-0, host-1), node rank 1 did not join yet; waiting for 50 s more."
+        "2 of 3 hosts (--nnodes) have joined (host-0, host-1), node rank 1 did not join yet; waiting for 50 s more."
     )
     assert decide(roster, 19.9) == [] and kinds(decide(roster, 20.0)) == ["note"]
     [end] = decide(roster, 60.0)
@@ -183,7 +183,7 @@ def test_a_host_that_is_lost_while_no_worker_runs_is_named_at_once_and_at_the_ti
         [note, *_] = decide(roster, 7.0)
         assert (note.kind, note.content["text"]) == ("note", "host-1 has ended")
         end = decide(roster, 66.0)[-1]
-        assert "are there (host-0; lost: host-1)" in end.content["text"] and not end.content["alone"]
+        assert "have joined (host-0; lost: host-1)" in end.content["text"] and not end.content["alone"]
 
 
 def test_a_host_that_comes_again_is_not_lost() -> None:
@@ -195,7 +195,7 @@ def test_a_host_that_comes_again_is_not_lost() -> None:
     roster.lose("another", "has ended")
     roster.join(info(1, key="a third"), RULES)
     roster.lose("key-0", "has left")
-    assert "are there (host-1; lost: host-0)" in decide(roster, 60.0)[-1].content["text"]
+    assert "have joined (host-1; lost: host-0)" in decide(roster, 60.0)[-1].content["text"]
 
 
 def test_a_host_that_leaves_ends_the_job_if_too_few_remain_and_one_that_dies_is_waited_for() -> None:

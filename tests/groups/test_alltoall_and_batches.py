@@ -253,7 +253,7 @@ def test_mismatched_split_sizes_are_named() -> None:
 
     for rank, text in enumerate(run(program, 2)):
         assert f"of float32 on rank {rank} of group 'world'" in text
-        assert "rank 0 gives rank 1 2 elements, and rank 1 expects 1" in text
+        assert "rank 0 sends 2 elements to rank 1, which expects 1" in text
 
 
 def too_little_on_gloo(rank: int) -> list[float]:

@@ -91,7 +91,7 @@ def test_gather_single_refuses_what_torch_refuses_with_its_types() -> None:
     (found,) = run(program, 1)
     expected = [
         (ValueError, "gather_single: gather_tensor must be specified on the destination rank"),
-        (RuntimeError, "'gather_tensor' must be 3 elements"),
+        (RuntimeError, "'gather_tensor' must be a tensor of 3 elements"),
         (ValueError, "Invalid usage of tensors with different dtypes"),
         (TypeError, "Expected parameter `gather_tensor` of type torch.Tensor"),
         (ValueError, "Can't specify both"),

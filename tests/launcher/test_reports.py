@@ -149,7 +149,7 @@ def test_nonsense_and_released_timers_end_nobody(tmp_path: Path) -> None:
         for pid, signum in ((-5, 9), (10**30, 9), (1, 10**30)):
             file.write(f'{{"pid": {pid}, "scope_id": "", "expiration_time": 0, "signal": {signum}}}\n')
     assert "b'nonsense'" in lines.get(timeout=10) and "b'[1, 2]'" in lines.get(timeout=10)
-    assert all("a timer that is none" in lines.get(timeout=10) for _ in range(3))
+    assert all("a malformed request for a timer" in lines.get(timeout=10) for _ in range(3))
     client = timer.FileTimerClient(path, signal.SIGCONT)
     client.acquire("released", time.time() + 1000)
     client.release("released")

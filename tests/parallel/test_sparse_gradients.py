@@ -313,7 +313,9 @@ def test_a_sparse_bucket_made_by_hand() -> None:
     assert bucket.buffer() is rows and bucket.gradients() == [] and bucket.parameters()[0] is table
     bucket.set_buffer(rows * 2)
     assert bucket.buffer().to_dense()[1].tolist() == [8.0, 12.0]
-    with pytest.raises(ValueError, match=r"'gradients' must be left out where the buffer is sparse, got 1"):
+    with pytest.raises(ValueError, match=r"'gradients' must be left out if the buffer is sparse, got 1"):
         dist.GradBucket(0, rows, [rows])
-    with pytest.raises(ValueError, match=r"'parameters' must be none, or one of shape \(5, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"'parameters' must be left out, or one parameter of the sparse buffer's shape \(5, 2\)"
+    ):
         dist.GradBucket(0, rows, None, [table, table])

@@ -99,8 +99,8 @@ class Wrong(nn.Module):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ((stash("a", None),), "Wrong is declared to pop .'b'., but did not"),
-        ((pop("b"),), "Wrong is declared to stash .'a'., but did not"),
+        ((stash("a", None),), "Wrong is declared to pop .'b'., but its forward did not"),
+        ((pop("b"),), "Wrong is declared to stash .'a'., but its forward did not"),
         ((stash("c", None),), "Wrong is not declared to stash 'c'"),
         ((stash("a", None), stash("a", None)), "Wrong is not declared to stash 'a' .once."),
         ((pop("a"),), "Wrong is not declared to pop 'a'"),

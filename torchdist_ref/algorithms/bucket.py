@@ -170,10 +170,10 @@ class GradBucket:
 
     def _check_sparse(self) -> None:
         if self._templates:
-            raise _unsuitable("GradBucket", "gradients", "left out where the buffer is sparse", len(self._templates))
+            raise _unsuitable("GradBucket", "gradients", "left out if the buffer is sparse", len(self._templates))
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
         if shapes not in ([], [tuple(self._buffer.shape)]):
-            expected = f"none, or one of shape {tuple(self._buffer.shape)} as the sparse buffer"
+            expected = f"left out, or one parameter of the sparse buffer's shape {tuple(self._buffer.shape)}"
             raise _unsuitable("GradBucket", "parameters", expected, shapes)
 
     def index(self) -> int:

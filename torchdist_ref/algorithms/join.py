@@ -245,5 +245,5 @@ def _check_joinables(joinables: Any) -> None:
 def _common_group(joinables: Sequence[Joinable]) -> Any:
     group = joinables[0].join_process_group
     if any(joinable.join_process_group != group for joinable in joinables):
-        raise ArgumentError(explain("Join", "joinables", "in one process group", "several groups"))
+        raise ArgumentError(explain("Join", "joinables", "objects of one process group", "several groups"))
     return group

@@ -67,8 +67,8 @@ class Welcomes:
         self._store, self._secret, self._nonce = store, secret, nonce
         self._answered = dict[str, None]()
         self._warning = (
-            f"refused an agent or another program that does not know this job's token; a host that is missing says so "
-            f"itself. Name the same secret's file in {SECRET_FILE} on all hosts."
+            f"refused a connection from a program that does not know this job's token. If a host is missing, "
+            f"its log has the same error: on all hosts, name a file with the same secret in {SECRET_FILE}."
         )
 
     def answer(self, hello: bytes, is_first: bool) -> None:

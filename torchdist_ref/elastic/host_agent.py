@@ -37,7 +37,9 @@ CONNECT_SECONDS, FIRST_CONNECT_SECONDS = 0.5, 2.0
 RETRY_SECONDS = 0.2
 # Characters of a traceback that all hosts receive; the last ones name the error.
 _MAX_STACK = 20_000
-_ENDPOINT_CURE = "Check --rdzv-endpoint or --master-addr, and that the launcher runs there and no firewall is between."
+_ENDPOINT_CURE = (
+    "Check --rdzv-endpoint or --master-addr, that the launcher runs there, and that no firewall blocks the connection."
+)
 
 
 class Interruptions(Protocol):

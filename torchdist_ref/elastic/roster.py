@@ -317,10 +317,10 @@ class Roster:
         own = asdict(self.rules)
         for name, value in asdict(rules).items():
             if value != own[name]:
-                return f"{_OPTIONS[name]} is {value} on {info.host} and {own[name]} on the others; give all the same"
+                return f"{_OPTIONS[name]} is {value} on {info.host} and {own[name]} on the others; pass the same on all"
         taken = [seat.info for seat in self.seats.values() if seat.info.node_rank == info.node_rank >= 0]
         if taken and taken[0].key != info.key:
-            return f"--node-rank {info.node_rank} of {info.host} is that of {taken[0].host} already; give each its own"
+            return f"--node-rank {info.node_rank} of {info.host} is already used by {taken[0].host}; give each its own"
         if info.node_rank >= self.rules.max_hosts:
             return f"--node-rank {info.node_rank} of {info.host} is not below --nnodes {self.rules.max_hosts}"
         return ""
@@ -420,7 +420,9 @@ class Roster:
         joined = ", ".join(present) or "none"
         lost = self.out_of_reach + [host for host in dict.fromkeys(self._lost) if host not in present]
         lost_text = f"; lost: {', '.join(lost)}" if lost else ""
-        return f"{len(self.seats)} of {self.rules.min_hosts} hosts (--nnodes) are there ({joined}{lost_text}), {which}"
+        return (
+            f"{len(self.seats)} of {self.rules.min_hosts} hosts (--nnodes) have joined ({joined}{lost_text}), {which}"
+        )
 
     def _note(self, text: str) -> None:
         self._decide("note", text=text)

@@ -353,8 +353,8 @@ def authenticate(store: TCPStore, secret: bytes, host: str, where: str, timeout:
     except AuthenticationError as error:
         have = "another job token than" if secret else "no job token, unlike"
         raise AuthenticationError(
-            f"{host} has {have} the agent at {where}, or that one has none. Name the same secret's file in "
-            f"{SECRET_FILE} on all hosts."
+            f"{host} has {have} the agent at {where}, or that one has none. On all hosts, name a file with "
+            f"the same secret in {SECRET_FILE}."
         ) from error
     except (StoreTimeoutError, DistNetworkError) as error:
         raise CoordinatorLost(f"the store at {where} has no agent that coordinates a job", False) from error

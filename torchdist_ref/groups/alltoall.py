@@ -83,7 +83,7 @@ def all_to_all(
         work = found.backend.submit_repeated(_EVEN, input_tensor_list, output_tensor_list, not async_op)
         if work is not None:
             return work if async_op else None
-    size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
+    size, why = found.size(), "as input_tensor_list[0] has; for different sizes use all_to_all_single"
     mixed = check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why, or_real=True)
     first = input_tensor_list[0]
     if mixed or check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, first, or_real=True):

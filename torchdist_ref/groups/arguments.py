@@ -183,7 +183,9 @@ def as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
     """Raise unless a tensor has `count` elements; `why` explains the number."""
     if tensor.numel() != count:
-        raise BackendArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
+        raise BackendArgumentError(
+            explain(operation, argument, f"a tensor of {count} elements ({why})", list(tensor.shape))
+        )
 
 
 def check_blocks(

@@ -121,8 +121,8 @@ def init_process_group(
         hint = ""
         if world.inherited:
             hint = (
-                " This process was forked, and has inherited its parent's groups: forget them with "
-                "destroy_process_group first, which leaves the parent's as they are."
+                " This process was forked, and has inherited its parent's groups: call "
+                "destroy_process_group first, which removes them here and does not affect the parent."
             )
         raise ArgumentError(
             f"init_process_group: trying to initialize the default process group twice!{on_rank()}{hint}"

@@ -323,7 +323,9 @@ class DeviceMesh(TorchMesh):
         kept = [self._named(name) for name in wanted]
         if kept != sorted(set(kept)):
             raise indexed(
-                KeyError(explain("DeviceMesh", "mesh_dim_names", f"each once, in the order of {self._names}", wanted))
+                KeyError(
+                    explain("DeviceMesh", "mesh_dim_names", f"different names, in the order of {self._names}", wanted)
+                )
             )
         index = tuple(slice(None) if d in kept else i for d, i in enumerate(self._require_coordinate()))
         if len(kept) == self.ndim:
@@ -411,7 +413,11 @@ def init_device_mesh(
     overrides = dict(backend_override or {})
     backends = [overrides.pop(d, overrides.pop((mesh_dim_names or {d: d})[d], None)) for d in range(len(mesh_shape))]
     if overrides:
-        _refuse("backend_override", f"about dimensions of {mesh_dim_names or mesh_shape}, each once", backend_override)
+        _refuse(
+            "backend_override",
+            f"a dict with each dimension of {mesh_dim_names or mesh_shape} at most once",
+            backend_override,
+        )
     if not all(isinstance(size, int) and size > 0 and size is not True for size in mesh_shape):
         _refuse("mesh_shape", "positive numbers of ranks", mesh_shape)
     ranks = torch.arange(prod(mesh_shape), dtype=torch.int, device="cpu").view(tuple(mesh_shape))

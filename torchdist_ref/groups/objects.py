@@ -489,7 +489,7 @@ def _check_device(operation: str, device: Any) -> None:
         try:
             torch.empty(0, dtype=torch.uint8, device=device)
         except (RuntimeError, TypeError, AssertionError) as error:
-            raise ArgumentError(explain(operation, "device", "one that torch can use here", device)) from error
+            raise ArgumentError(explain(operation, "device", "a device that torch can use here", device)) from error
 
 
 def _on_device(

@@ -127,7 +127,7 @@ def _not_weights(operation: str, group: ProcessGroup, cause: NotPlainError) -> s
     return (
         f"{operation}: Weights only load failed: rank {group.members[group.rank()]}'s object has {cause} in it, and "
         f"with weights_only=True ranks exchange plain data only ({PLAIN_TYPES}; not their subclasses). Send such data, "
-        "or leave weights_only at False on all ranks, which then pickle."
+        "or leave weights_only at False on all ranks, to pickle objects."
     )
 
 

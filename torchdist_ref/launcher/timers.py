@@ -96,7 +96,7 @@ class TimerServer:
             try:
                 self._set(json.loads(line))
             except (ValueError, LookupError, TypeError, OverflowError, OSError):
-                self._log(f"ignored a request for a timer that is none: {line[:80]!r}")
+                self._log(f"ignored a malformed request for a timer: {line[:80]!r}")
 
     def _set(self, request: Mapping[str, Any]) -> None:
         key = int(request["pid"]), str(request["scope_id"])

@@ -314,7 +314,7 @@ def _require(entries: list[list[bytes]], kind: bytes, rank: int) -> None:
     if other == kind:
         return
     ways = {_Entry.SECRET: f"has {SECRET_FILE}", _Entry.NONE: f"has {TRUST_NETWORK}=1, or is on another host"}
-    own = {_Entry.SECRET: "has a job token", _Entry.USER: "has neither a token nor leave to trust the network"}
+    own = {_Entry.SECRET: "has a job token", _Entry.USER: "has neither a token nor permission to trust the network"}
     raise AuthenticationError(
         f"init_process_group: the ranks disagree about how to authenticate: rank {rank} {own.get(kind, 'differs')}, "
         f"another rank {ways.get(other, 'has no token')}. {CURES}"

@@ -55,8 +55,8 @@ class _Apply(torch.autograd.Function):
             name = type(ctx.operation).__name__.removesuffix("Map")
             add_note(
                 error,
-                f"It failed in the backward pass of nn.functional's {name}: every rank has to run backward through the "
-                "same collectives. A rank whose input does not require a gradient takes no part.",
+                f"The call failed in the backward pass of nn.functional's {name}: every rank must run backward through "
+                "the same collectives. A rank whose input requires no gradient does not make this call.",
             )
             raise
 

@@ -91,7 +91,7 @@ def bucket_caps(cap_mib: float | None, cap_mib_list: Sequence[float] | None, fin
     """
     for name, limits in (("bucket_cap_mb", [cap_mib]), ("bucket_cap_mb_list", cap_mib_list or ())):
         if not all(limit is None or isinstance(limit, Real) for limit in limits):
-            raise ArgumentTypeError(explain("DistributedDataParallel", name, "in MiB, as numbers", list(limits)))
+            raise ArgumentTypeError(explain("DistributedDataParallel", name, "a number of MiB", list(limits)))
         if not all(limit is None or 0 <= limit < float("inf") for limit in limits):
             expected = "finite sizes in MiB, from 0 up"
             raise ArgumentError(explain("DistributedDataParallel", name, expected, list(limits)))

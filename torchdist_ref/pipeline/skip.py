@@ -189,7 +189,7 @@ class Skippable(nn.Module):
         for kind, names in declared.items():
             if names:
                 raise ArgumentError(
-                    f"{type(self).__name__} is declared to {kind.__name__} {sorted(names)}, but did not."
+                    f"{type(self).__name__} is declared to {kind.__name__} {sorted(names)}, but its forward did not."
                 )
         return result
 

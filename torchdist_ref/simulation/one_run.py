@@ -311,7 +311,13 @@ class OneRun:
         cycle = _cycle(awaited)
         circle = f" in a circle ({' → '.join(map(str, cycle))})" if cycle else ""
         more = [f"and {len(lines) - _MOST_LINES} more ranks"] if len(lines) > _MOST_LINES else []
-        return "\n  ".join([f"after {self.scheduler.now:g} s of virtual time{circle}:", *lines[:_MOST_LINES], *more])
+        return "\n  ".join(
+            [
+                f"{circle}, and nothing else can happen, after {self.scheduler.now:g} s of virtual time:",
+                *lines[:_MOST_LINES],
+                *more,
+            ]
+        )
 
     def _task_raised(self, task: Task, text: str) -> None:
         self.outcomes.setdefault(task.owner, Outcome(task.owner, died=f"thread {task.name!r} raised:\n{text}"))
@@ -345,7 +351,7 @@ class OneRun:
         failed = [outcome for outcome in outcomes.values() if outcome.failed]
         try:
             if self.deadlock and (left or any(isinstance(each.error, RankStalledError) for each in failed)):
-                text = f"ranks wait for each other, and nothing else can happen, {self.deadlock}"
+                text = f"ranks wait for each other{self.deadlock}"
                 raise DeadlockError(text, min(left, default=0), outcomes) from next(
                     (each.error for each in failed), None
                 )

@@ -437,7 +437,9 @@ def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> l
     names = key_list(operation, keys)
     _must_be_list(operation, "values", values)
     if len(names) != len(values):
-        raise ArgumentError(explain(operation, "values", f"as long as keys ({len(names)})", len(values)))
+        raise ArgumentError(
+            explain(operation, "values", f"a list of {len(names)} values, one for each key", len(values))
+        )
     zipped = enumerate(zip(names, values, strict=True))
     return [(key, value_bytes(operation, value, f"values[{i}]")) for i, (key, value) in zipped]
 

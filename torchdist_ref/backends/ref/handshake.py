@@ -144,8 +144,8 @@ class Handshake:
         link = self._link
         source, target = differing[0].tolist()
         one, other = link.rank_names([source]), link.rank_names([target])
-        sizes = f"{one} gives {other} {sent[source, target]} elements, and {other} expects {expected[source, target]}"
+        sizes = f"{one} sends {sent[source, target]} elements to {other}, which expects {expected[source, target]}"
         raise MismatchError(
-            f"{link.context(plan.text)}: {sizes}. Give input_split_sizes[{target}] there what "
-            f"output_split_sizes[{source}] is here. Nothing was written, and the group can be used."
+            f"{link.context(plan.text)}: {sizes}. input_split_sizes[{target}] of the sender must equal "
+            f"output_split_sizes[{source}] of the receiver. Nothing was written, and the group can be used."
         )

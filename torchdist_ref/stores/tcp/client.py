@@ -151,8 +151,8 @@ def unreachable(server: ServerAddress, error: Exception, deadline: Deadline) -> 
     reason = str(error) or "no time was left"
     return DistNetworkError(
         f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({reason}). Check that rank 0, which "
-        f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between. "
-        f"{_advice_on_address(server)}".rstrip()
+        f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall blocks the "
+        f"connection. {_advice_on_address(server)}".rstrip()
     )
 
 
@@ -161,7 +161,9 @@ def _advice_on_address(server: ServerAddress) -> str:
     host = server.host
     if server.resolved and all(map(addresses.is_loopback, server.resolved)):
         at = "" if addresses.is_loopback(host) else f"is {', '.join(server.resolved)} here, which "
-        return f"{host} {at}is this host itself: if rank 0 runs on another host, set MASTER_ADDR to an address of that."
+        return (
+            f"{host} {at}is this host itself: if rank 0 runs on another host, set MASTER_ADDR to that host's address."
+        )
     if not server.resolved or host.partition("%")[0] in server.resolved:
         return ""
     return (
