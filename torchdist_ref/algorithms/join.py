@@ -1,9 +1,9 @@
 """Join: training with uneven inputs, in which ranks without inputs participate with zeros.
 
 A rank that has no more inputs makes the same collectives as the others, so that they can continue. Each iteration
-begins with one all_reduce that counts the ranks with inputs; if there are none, all ranks leave. The objects that
-communicate (`Joinable`) provide these collectives: DDP those of its buckets, other classes their own. Do not add those
-of a particular class here.
+begins with one all_reduce that counts the ranks with inputs; when no rank has inputs left, all ranks leave the loop.
+The objects that communicate (`Joinable`) provide these collectives: DDP those of its buckets, other classes their own.
+Do not add those of a particular class here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ITERATIONS_BEFORE_WARNING = 1000
 
 
 class JoinHook:
-    """Functions of a rank without inputs, in place of its own iterations. Override those that apply.
+    """Functions that a rank without inputs runs in place of its iterations. Override those that you need.
 
     Elsewhere:
         None in MPI, NCCL and JAX.
@@ -114,8 +114,8 @@ class Join:
     Args:
         joinables: The objects that communicate inside, all in one group. The first one's device is used.
         enable: False makes the context do nothing. Default True.
-        throw_on_early_termination: Raise on every rank as soon as one has no more inputs. For loops with collectives
-            that no joinable makes. Default False.
+        throw_on_early_termination: Raise on every rank as soon as one has no more inputs. Needed if the loop contains
+            collectives that no joinable makes. Default False.
         **kwargs: Passed to every ``join_hook``.
 
     Raises:

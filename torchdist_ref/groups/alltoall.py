@@ -78,7 +78,7 @@ def all_to_all(
     found = member_group("all_to_all", group)
     if found is None:
         return None
-    # A list of one tensor would match the known plan of a call on that tensor.
+    # Not a list of one tensor: the backend would take it for a repeated call on that tensor, and use that call's plan.
     if type(output_tensor_list) is list and type(input_tensor_list) is list and len(input_tensor_list) > 1:
         work = found.backend.submit_repeated(_EVEN, input_tensor_list, output_tensor_list, not async_op)
         if work is not None:

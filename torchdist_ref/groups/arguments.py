@@ -126,7 +126,7 @@ def _refuse_layout(operation: str, argument: str, tensor: Tensor) -> NoReturn:
 def refuse_nested(operation: str, *tensors: Any) -> None:
     """Raise if one of the operands is a nested tensor, for callers that caught torch's RuntimeError about its shape.
 
-    Its layout is that of dense tensors, and a question more for each call would take longer.
+    A nested tensor has the layout of dense tensors, so only another check in each call could find it earlier.
     """
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors):
         expected = "a dense tensor (send each of .unbind(), or torch.nested.to_padded_tensor)"

@@ -131,7 +131,7 @@ def init_process_group(
     seconds = timeout_of("init_process_group", timeout).total_seconds()
     chosen = os.environ.get(_BACKEND_VARIABLE) if backend is None else backend
     check_backend("init_process_group", backend, chosen or "ref", pg_options, device_id)
-    # Ranks of `fake` need no other rank, which need not exist.
+    # A rank of `fake` runs without the other ranks, which may not exist.
     alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
     owned = store is None
     with limit_requests(seconds), _closed_on_failure(world), _recorded(world, rank, world_size, seconds):
@@ -275,8 +275,8 @@ def backend_of_new_group(
 def is_initialized() -> bool:
     """Return whether the default group exists.
 
-    A forked child, such as a worker of a ``DataLoader``, has its parent's groups: it can ask for ranks, sizes and
-    members, and not communicate.
+    A forked child, such as a worker of a ``DataLoader``, has its parent's groups: it can query ranks, sizes
+    and members, but cannot communicate.
 
     Example:
         >>> import torchdist_ref as dist
@@ -293,13 +293,14 @@ def is_initialized() -> bool:
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """Destroy a group, or all groups, on this rank: release their memory, threads and file descriptors.
 
-    In a forked child, such as a worker of a ``DataLoader``, this forgets the groups that the child has inherited, and
-    the parent's stay as they are. The child can then call `init_process_group` for a group of its own.
+    In a forked child, such as a worker of a ``DataLoader``, this removes the inherited groups from the child only; the
+    parent keeps its groups. The child can then call `init_process_group` for a group of its own.
 
     Later calls of other ranks on the group raise there. Tensors in a group's memory remain valid. Calls that this rank
     has started have 5 seconds in all to complete, but a receive whose message has not arrived fails at once. On
-    ``ref``, members on other hosts have half a second more to read what this rank has sent. While an exception is
-    handled, the groups are aborted with it, and the other ranks read it.
+    ``ref``, members on other hosts have half a second more to read what this rank has sent. If this is called while an
+    exception is handled, as in a ``finally`` block, the groups are aborted, and errors of the other ranks quote the
+    exception.
 
     Args:
         group: The group to destroy. Default: all groups, and the store if this library created it; the default group
@@ -307,7 +308,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
 
     Raises:
         NotInitializedError: There is no group.
-        ArgumentError: The group was destroyed before, or is none that this library made.
+        ArgumentError: The group was destroyed before, or this library did not make it.
 
     Example:
         >>> import torchdist_ref as dist
@@ -359,14 +360,15 @@ def new_group(
         timeout: Default time-out of every call on the group. Default: the default group's.
         backend: Name of the backend. Default: the default group's.
         pg_options: As for `init_process_group`.
-        use_local_synchronization: Only the members call this, each member list in the same order. Default: False.
+        use_local_synchronization: If True, only the members call this. If several groups have the same members, all
+            members create them in the same order. Default: False.
         group_desc: Name for error messages. Default: a number.
         device_id: As for `init_process_group`.
         sort_ranks: Order the members by global rank; if False, as in `ranks`. Default: True.
 
     Returns:
         The group on members. On the others ``GroupMember.NON_GROUP_MEMBER``, or as in torch None if
-        `use_local_synchronization`. Do not pass that None on as a group: there it means all ranks.
+        `use_local_synchronization`. Do not pass that None as a group: as an argument, None means all ranks.
 
     Raises:
         ArgumentError: Duplicate ranks, or ranks out of range.

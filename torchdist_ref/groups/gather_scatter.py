@@ -48,8 +48,8 @@ def all_gather(
 
     Args:
         tensor_list: Output, one tensor for each rank, in rank order: entry `r` has the shape of rank `r`'s `tensor`.
-            Shapes may differ between ranks, but all ranks pass the same list of shapes. If entries share
-            memory, it holds the values of the last of their ranks afterward.
+            Shapes may differ between ranks, but all ranks pass the same list of shapes. Entries must not share
+            memory.
         tensor: Input: this rank's tensor, of the outputs' dtype.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.
@@ -84,7 +84,7 @@ def all_gather(
     found = member_group("all_gather", group)
     if found is None:
         return None
-    # A list of one tensor would match the known plan of a call on that tensor.
+    # Not a list of one tensor: the backend would take it for a repeated call on that tensor, and use that call's plan.
     if type(tensor_list) is list and len(tensor_list) > 1:
         work = found.backend.submit_repeated(_ALL_GATHER, (tensor,), tensor_list, not async_op)
         if work is not None:

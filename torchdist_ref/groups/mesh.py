@@ -270,7 +270,7 @@ class DeviceMesh(TorchMesh):
         for group in groups:
             group.backend.abort("DeviceMesh.abort was called")
         for group in groups:
-            # To destroy the default group destroys all others too.
+            # Destroying the default group also destroys all other groups.
             if not isinstance(group.backend, DestroyedBackend):
                 group.shutdown()
 

@@ -180,8 +180,8 @@ def broadcast_object_list(
     """Copy one rank's list of objects to all ranks of the group.
 
     Args:
-        object_list: Input on the source, left as it is. Output on the other ranks: each entry is replaced. All ranks
-            pass lists of one length.
+        object_list: Input on the source, which is not changed. Output on the other ranks: each entry is replaced. All
+            ranks pass lists of one length.
         src: Global rank of the source. Default: 0, unless `group_src` is given.
         group: Process group. Default: all ranks.
         device: Device for the transfer. Default: a device that the backend supports.
@@ -261,7 +261,7 @@ def scatter_object_list(
     Raises:
         PicklingError: An object cannot be pickled, or is not plain data with `weights_only`. All ranks raise
             it, and the group remains usable.
-        ArgumentError: The output list is empty or no list. Or the source passed no list, or one of the wrong length;
+        ArgumentError: The output is empty or not a list. Or the source passed no list, or a list of the wrong length;
             then all ranks raise it.
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.

@@ -225,7 +225,7 @@ class GroupsInTorch:
     def inherit(self) -> None:
         """Become a forked child's copy of this object."""
         global _lock
-        # Another thread of the parent may have held them.
+        # Another thread of the parent may have held the locks when it forked.
         _lock, self._making = threading.Lock(), threading.RLock()
         tables = self._tables
         never_release([*tables.pg_map, *tables.pg_map.values()])

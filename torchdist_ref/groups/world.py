@@ -231,7 +231,7 @@ def aborted_on_failure(backend: Backend, operation: str) -> Iterator[None]:
 
 
 def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
-    """Raise if the group was destroyed; for questions, which a forked child answers.
+    """Raise if the group was destroyed; for queries, which a forked child can answer.
 
     Raises:
         DestroyedGroupError: It was destroyed.
@@ -297,7 +297,7 @@ class World:
     def inherit(self) -> None:
         """Become a forked child's copy of this world: its groups exist, and nothing here reaches the other ranks."""
         if self.default is None:
-            # The parent was about to initialize, on another thread.
+            # Another thread of the parent was initializing when the parent forked.
             self.reset()
             return
         self.inherited, self.created_store, self.leave_store = True, None, None

@@ -1,9 +1,9 @@
 """Collectives for use inside a model: each returns its result as a new tensor, and gradients flow back through it.
 
 The names and arguments are those of ``torch.distributed.nn.functional``. Sums, averages and moves are linear, so their
-gradients are collectives too (`gradients`). A product, minimum or maximum gathers the tensors and reduces them on each
-rank, since its derivative needs the tensors of all ranks, and torch differentiates it. Calls that change their
-arguments are in `torchdist_ref.groups`.
+gradients are collectives too (`gradients`). For a product, minimum or maximum, each rank gathers the tensors of all
+ranks and reduces them by itself, so that torch can differentiate the reduction. Calls that change their arguments are
+in `torchdist_ref.groups`.
 
 The loss that is differentiated is the sum of the losses of all ranks. So every rank has to run backward, through the
 same collectives in the same order. Do not add the gradient of a linear collective here: it is in `gradients`.
@@ -96,7 +96,7 @@ def nonlinear_reduction(op: object, dtype: torch.dtype) -> Callable[[Tensor], Te
 
 
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
-    """Copy one rank's tensor to all. Backward, that rank gets the sum of all gradients, the others zeros.
+    """Copy one rank's tensor to all ranks. Backward gives that rank the sum of all gradients, the others zeros.
 
     Args:
         tensor: Input: on the source the values; elsewhere any tensor of its shape and dtype. It is not changed.
@@ -135,7 +135,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
-    """Collect the tensors of all ranks on one. Backward, each rank gets that rank's gradient for its tensor.
+    """Collect the tensors of all ranks on one rank. Backward gives each rank the gradient of its tensor.
 
     Args:
         tensor: Input: this rank's tensor; one shape and dtype on all ranks.
@@ -173,7 +173,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
 
 
 def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Group = None) -> Tensor:
-    """Send each rank its tensor of one rank's list. Backward, that rank gets their gradients, the others zeros.
+    """Send each rank its tensor of one rank's list. Backward gives that rank all gradients, the others zeros.
 
     Args:
         tensors: Input: one tensor for each rank, all of one shape. Only the source's values are used.
@@ -215,7 +215,7 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
-    """Reduce the tensors of all ranks to one. Backward, all get that rank's gradient, scaled by their share.
+    """Reduce the tensors of all ranks to one rank. Backward gives all ranks its gradient, scaled by their share.
 
     Args:
         tensor: Input: this rank's tensor; one shape and dtype on all ranks. It is not changed.
@@ -256,7 +256,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
 
 
 def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
-    """Reduce the tensors that the ranks have for each rank. Backward, each gradient goes to all ranks.
+    """Reduce entry `r` of all ranks' lists to rank `r`. Backward sends each rank's gradient to all ranks.
 
     Args:
         output: Output: also written; it has the shape and dtype of every input.
@@ -302,7 +302,7 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.
 
 
 def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
-    """Collect the tensors of all ranks on all. Backward, each rank gets the sum of the gradients for its tensor.
+    """Collect the tensors of all ranks on all ranks. Backward gives each the sum of its tensor's gradients.
 
     Args:
         tensor: Input: this rank's tensor; one shape and dtype on all ranks.
@@ -341,7 +341,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
 def all_to_all(
     output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = None
 ) -> tuple[Tensor, ...]:
-    """Send a tensor from every rank to every rank. Backward, each gradient returns to the rank that sent the tensor.
+    """Send a tensor from every rank to every rank. Backward sends each gradient to the rank that sent the tensor.
 
     Args:
         output_tensor_list: Output: also written; entry `s` receives the tensor from rank `s`.
@@ -392,7 +392,7 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Send rows of a tensor from every rank to every rank. Backward, their gradients return to the senders.
+    """Send rows of a tensor from every rank to every rank. Backward sends their gradients back to the senders.
 
     Args:
         output: Output: also written; the rows received from the ranks, in rank order.
@@ -438,7 +438,7 @@ def all_to_all_single(
 
 
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
-    """Reduce the tensors of all ranks to all. Backward, each gets the sum of all gradients, scaled by its share.
+    """Reduce the tensors of all ranks to all ranks. Backward gives each the sum of all gradients, scaled.
 
     Args:
         tensor: Input: this rank's tensor; one shape and dtype on all ranks. It is not changed.

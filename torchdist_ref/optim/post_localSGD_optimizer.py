@@ -18,9 +18,9 @@ __all__ = ["PostLocalSGDOptimizer"]
 
 
 class PostLocalSGDOptimizer(Optimizer):
-    """An optimizer, and an averager that is called after each of its steps.
+    """Optimizer that calls an averager after each of its steps.
 
-    Groups, state and all other attributes are those of the optimizer inside.
+    Groups of parameters, state and all other attributes are those of the wrapped optimizer.
 
     Args:
         optim: The optimizer of this rank.

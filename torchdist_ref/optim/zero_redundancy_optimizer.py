@@ -140,7 +140,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._flat = flatten(self._shards, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. All ranks must do it alike.
+        """Add parameters. All ranks must add the same ones.
 
         Args:
             param_group: ``params``, and options that differ from those of the constructor.
@@ -167,11 +167,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's shard, and exchange shards. All ranks call it together.
 
         Args:
-            closure: Computes the loss again, for optimizers that want that. It is passed to the optimizer's ``step``.
+            closure: Computes the loss again, for optimizers that need it. It is passed to the optimizer's ``step``.
             **kwargs: Passed to the optimizer's own ``step``.
 
         Returns:
-            The result of the optimizer's ``step``. With ``overlap_with_ddp``, None, and nothing happens.
+            The result of the optimizer's ``step``. With ``overlap_with_ddp`` this does nothing and returns None.
 
         Raises:
             ArgumentTypeError: `closure` is not a function, and the optimizer calls it.
@@ -263,7 +263,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.optim.step()
 
     def share(self, parameters: Iterable[Tensor]) -> list[Work]:
-        """Start to send parameters from their owners to all. All ranks pass the same ones in the same order.
+        """Start to send parameters from their owners to all ranks. All ranks pass the same ones in the same order.
 
         Returns:
             The broadcasts to wait for.
@@ -273,7 +273,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ---- saving and loading
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the states of all shards on one rank, for `state_dict` there. All ranks call it.
+        """Collect the states of all shards on one rank, which can then call `state_dict`. All ranks call this.
 
         Args:
             to: The rank in the group that receives them. Default: 0.
@@ -300,7 +300,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The state dict of the same optimizer without ranks; tensors are on the CPU.
 
         Raises:
-            DistError: `consolidate_state_dict` was not called, or for another rank.
+            DistError: `consolidate_state_dict` was not called, or it collected the state on another rank.
         """
         self._must_be_assigned()
         if self._whole is None:

@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: The model of this rank; the same on every rank.
-        device_ids: For a module on one accelerator: a list of that device, to which inputs are moved. Else None.
+        device_ids: For a module on one accelerator: a list with this device; inputs are moved to it. Otherwise None.
         output_device: Device of the outputs; only with ``device_ids``. Default: ``device_ids[0]``.
         dim: Dimension over which inputs were divided; kept for compatibility. Default 0.
         broadcast_buffers: Whether buffers (running statistics, say) are received from rank 0 at construction and before
@@ -96,15 +96,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             parameters and parameters used several times (activation checkpointing) work. Default False.
         delay_all_reduce_named_params: Names and parameters whose gradients are averaged together, in one tensor of
             their own that no hook receives, when the gradient of ``param_to_hook_all_reduce`` is ready.
-        param_to_hook_all_reduce: A parameter; its gradient has to come after those of the delayed ones.
+        param_to_hook_all_reduce: A parameter whose gradient is computed after those of the delayed parameters.
         mixed_precision: A `MixedPrecision` (or torch's): dtypes of parameters in forward and backward, of gradients in
             communication, and of buffers. In between, parameters and gradients are in full precision.
         device_mesh: A one-dimensional mesh whose group is used, in place of ``process_group``.
         skip_all_reduce_unused_params: With ``find_unused_parameters``, do not communicate buckets without a used
             parameter. Every rank has to leave the same parameters unused. Default False.
-        bucket_cap_mb_list: Sizes in MiB of the first bucket, the second, and so on; the last holds for the rest.
+        bucket_cap_mb_list: Sizes in MiB of the first bucket, the second, and so on; the last one applies to all others.
         batched_grad_copy: Without effect: gradients are copied while they are in the cache.
-        forward_sync_buffers: Like ``broadcast_buffers`` for forward passes, while construction always sends buffers.
+        forward_sync_buffers: Like ``broadcast_buffers``, for forward passes only: construction always sends buffers.
         lazy_bucket_allocation: Allocate each bucket with its first gradient and free it at the end of backward, so
             that buckets and activations share memory. Since torch 2.15. Default False.
 
@@ -321,8 +321,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank only: forward passes inside do not lead to communication.
 
-        The first forward and backward pass after it averages all that was accumulated. A forward pass has to be inside
-        with its backward pass.
+        The first forward and backward pass after it averages all that was accumulated. A forward pass and its backward
+        pass must both be inside.
 
         Example:
             >>> import torch, torchdist_ref as dist
@@ -349,7 +349,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether `finalize_backward` ends each backward pass, and not its own end. Since torch 2.15. Default False.
+        """Whether the program ends each backward pass by `finalize_backward`. Since torch 2.15. Default False.
 
         Gradients are then communicated as before, but nothing waits for them until the call: work that follows backward
         overlaps with their communication. Set it before a forward pass.
@@ -377,11 +377,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` may be called only when backward has returned; ask after a forward pass.
+        """Whether `finalize_backward` may be called only after backward has returned. Valid after a forward pass.
 
-        It is so until buckets are in the order of gradients, with mixed precision, and with
-        ``find_unused_parameters``, where only the end of backward shows which gradients arrive. Else a hook may call it
-        during backward, once all gradients are ready. False without `require_manual_backward_finalization`. Since
+        True until buckets are in the order of gradients, with mixed precision, and with ``find_unused_parameters``,
+        which finds out only at the end of backward which gradients arrive. Otherwise a hook may call it during
+        backward, once all gradients are ready. False without `require_manual_backward_finalization`. Since
         torch 2.15.
         """
         return self._finalizes_manually and self.reducer.is_known_at_end_only
@@ -416,8 +416,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         Args:
             state: First argument of the hook; many hooks expect the process group here, or None.
             hook: ``hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]``. Called when a bucket is
-                full. The Future's tensor has as many elements as ``bucket.buffer()`` and becomes the gradients, as it
-                is: a hook that sums also divides.
+                full. The Future's tensor has as many elements as ``bucket.buffer()`` and becomes the gradients
+                unchanged, so a hook that sums must also divide.
 
         Raises:
             ArgumentTypeError: The hook cannot be called with two arguments.

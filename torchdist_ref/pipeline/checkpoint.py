@@ -1,8 +1,9 @@
 """Activation checkpointing: a partition's activations are dropped, and recomputed in the backward pass.
 
-The recomputation draws the same random numbers. torch has one default generator a device, which all threads draw from.
-If partitions on one device run at once, `OwnRandomNumbers` gives each run of a partition numbers of its own, so they
-depend neither on the order of the threads nor on whether a run is the first or a recomputation.
+The recomputation draws the same random numbers. torch has one default generator for each device, from which all
+threads draw. If partitions on one device run at the same time, `OwnRandomNumbers` gives each run of a partition its own
+random numbers. So they depend neither on the order of the threads nor on whether a run is the first one or a
+recomputation.
 
 Do not add knowledge of micro-batches here.
 """

@@ -46,7 +46,7 @@ class BalanceError(ArgumentError):
 class WithDevice(nn.Module):
     """Wrapper of a child of a model for `Pipe` that states its device.
 
-    A child without parameters is on the CPU, as far as `Pipe` can know. In a model on accelerators that would be a
+    `Pipe` takes a child without parameters as one on the CPU. In a model on accelerators this child would become a
     partition of its own, and tensors would be copied to the CPU and back.
 
     Args:
