@@ -142,7 +142,7 @@ class DistBackendError(_BackendSlot, DistError):
     """A backend could not run a call.
 
     Attributes:
-        ranks: Global ranks that did not do their part, as far as they are known.
+        ranks: Global ranks that caused the error, as far as they are known.
         failure: The failure of ranks that this error reports, as a value; None if none is known.
     """
 
@@ -184,7 +184,7 @@ class QueueEmptyError(_QueueSlot, DistStoreError):
 
 
 class RankDiedError(DistBackendError):
-    """A member of the group is gone: killed, crashed, or exited without taking part."""
+    """A member of the group has ended: it was killed, crashed, or exited before it made the call."""
 
 
 class RankStalledError(DistBackendError):
@@ -203,7 +203,7 @@ class GroupAbortedError(DistBackendError):
 
 
 class MismatchError(DistBackendError):
-    """Ranks made different calls where the same was due. Nothing was written; the group remains usable."""
+    """Ranks made different calls where all must make the same. Nothing was written; the group remains usable."""
 
     definite = True
 

@@ -402,7 +402,7 @@ class Work:
         Raises:
             RankStalledError: The time-out passed first. The call, or a callback, is still running.
             DistError: The error of the call.
-            ArgumentTypeError: `timeout` is not a time.
+            ArgumentTypeError: `timeout` is neither a timedelta nor a number.
             ArgumentError: The Work belongs to no call.
 
         Example:
@@ -816,7 +816,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
     """Return the time-out of a wait in seconds.
 
     Raises:
-        ArgumentTypeError: It is not a time.
+        ArgumentTypeError: It is neither a timedelta nor a number.
 
     >>> seconds_of(timedelta(minutes=1))
     60.0

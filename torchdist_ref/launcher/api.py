@@ -54,18 +54,18 @@ class LaunchConfig:
         rdzv_configs: Dict of its further options.
         rdzv_timeout: Time-out of the rendezvous in seconds. Default -1: 900.
         max_restarts: Number of times that all ranks are restarted when one fails. Default: 3.
-        monitor_interval: Accepted and not needed: failures are noticed at once.
+        monitor_interval: Accepted for compatibility with torch, without effect: failures are noticed at once.
         start_method: ``"spawn"``, ``"forkserver"`` (both start a new interpreter) or ``"fork"``, for functions.
         log_line_prefix_template: Start of each line on the console, see `Template`; ``${role_name}``, ``${rank}``,
             ``${local_rank}`` and ``${hostname}`` are replaced. Default None: ``[role local_rank]:`` for lines that go
             to a file too.
         metrics_cfg: Accepted; a program configures metrics by torch's `elastic.metrics.configure`.
-        local_addr: Address of this host for the others. Default None: looked up.
-        event_log_handler: Name of a handler of `elastic.events`: ``"null"``, ``"console"``, or a registered one. Others
-            than ``"null"`` import torch.
+        local_addr: Address of this host for other hosts. Default None: looked up.
+        event_log_handler: Name of a handler of `elastic.events`: ``"null"``, ``"console"``, or a registered one. All
+            but ``"null"`` import torch.
         numa_options: Value with an attribute `affinity_mode`, such as torch's `NumaOptions`. Default None: all
             processors.
-        signals_to_handle: Names of the signals that are forwarded to the ranks, with commas between them.
+        signals_to_handle: Names of the signals that are forwarded to the ranks, separated by commas.
         duplicate_stdout_filters: Texts; lines of teed standard output that contain one go to a file of their own too.
         duplicate_stderr_filters: The same for standard error.
         virtual_local_rank: Whether each rank sees only its own device and has LOCAL_RANK 0.

@@ -156,8 +156,8 @@ class PContext(ABC):
         """Wait until all processes have ended: all succeeded, or one failed and the others have been stopped.
 
         Args:
-            timeout: Longest time to wait, in seconds; 0 only looks. Default -1: no limit.
-            period: Accepted and not needed: the end is noticed at once.
+            timeout: Longest time to wait, in seconds; with 0 this only checks. Default -1: no limit.
+            period: Accepted for compatibility with torch, without effect: the end is noticed at once.
 
         Returns:
             The result; None if processes still run.

@@ -188,7 +188,7 @@ def spawn(
 ) -> ProcessContext | None:
     """Run a function on several new processes; process `i` calls ``fn(i, *args)``.
 
-    When one fails, the others are stopped. None is left, whatever ends this program.
+    When one fails, the others are stopped. No process is left when this program has ended, however it ends.
 
     Args:
         fn: Function that another process can import.

@@ -1,6 +1,6 @@
 """Faults of a simulation: what the plan does to ranks and to the network, and when.
 
-A fault comes at a virtual time, or before the n-th operation of a rank that others can notice (a request to a store, a
+A fault occurs at a virtual time, or before the n-th operation of a rank that others can notice (a request to a store, a
 lock, a queue, a post of a semaphore), counted from 1. Do not add how the library notices them: that is its own code.
 """
 
@@ -19,8 +19,8 @@ class Fault:
     """Base class of faults.
 
     Args:
-        at: Virtual time in seconds; None if it comes at an operation.
-        operation: Number of an operation of the rank, from 1; 0 if it comes at a time.
+        at: Virtual time in seconds at which it occurs; None if it occurs at an operation.
+        operation: Number of the operation of the rank before which it occurs, from 1; 0 if it occurs at a time.
     """
 
     at: float | None = None
@@ -35,7 +35,7 @@ class Fault:
         """Raise unless the fault fits a world.
 
         Raises:
-            ArgumentError: A rank does not exist, or the fault has no moment or two.
+            ArgumentError: A rank does not exist, or the fault has neither a time nor an operation, or both.
         """
         name = type(self).__name__
         for quantity in ("seconds", "factor", "longer"):
@@ -92,7 +92,7 @@ class Stop(Fault):
 
 @dataclass(frozen=True)
 class Slow(Fault):
-    """Slower computation of a rank from a moment on; it has an effect only where computation takes time.
+    """Slower computation of a rank from a moment on; without effect if computation takes no time (``compute=0``).
 
     Args:
         rank: Rank.
@@ -154,7 +154,7 @@ class EndStore(Fault):
     `TCPStore`, kill that rank instead: `shrink_group` then has another one serve a new store.
 
     Args:
-        rank: Rank whose operations are counted, if it comes at one.
+        rank: Rank whose operations are counted, if it occurs at an operation.
     """
 
     rank: int = 0
@@ -169,8 +169,8 @@ class EndStore(Fault):
 class EndHost(Fault):
     """End of a host, as by a power failure: its ranks stop, and nobody is notified.
 
-    The system closes the connections of a rank that is killed, and the others notice at once. The end of a host is
-    noticed by those alone who wait for something of it, at their time-out. In `run_job`, the host's agent ends too.
+    The system closes the connections of a rank that is killed, and the others notice at once. Only ranks that
+    wait for the host notice its end, at their time-out. In `run_job`, the host's agent ends too.
 
     Args:
         host: A number of the network's `hosts`, or one of the hosts of a job.

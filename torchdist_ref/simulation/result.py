@@ -12,7 +12,7 @@ from torchdist_ref.simulation.timeline import Timeline
 
 
 class DeadlockError(RankError):
-    """No rank could continue, and nothing was due: the message names who waits for whom, in which call and line."""
+    """No rank could continue, and no event was pending: the message lists which rank waits for which, and where."""
 
 
 class BlockedOutsideError(RankError):
@@ -31,7 +31,7 @@ class SimulatedRun:
         seed: Seed of the run.
         decisions: Decisions that differed from the plain order; `run` repeats them.
         operations: Number of operations of each rank that others could notice, as `Kill` counts them.
-        faults: Faults of the plan that came: one at an operation that a rank did not reach is not among them.
+        faults: Faults that occurred. A fault at an operation that its rank did not reach is not among them.
         switches: Number of times that another thread of the run continued.
         computed: Virtual seconds of each computation in the order of the run; empty if computation took no time.
             ``run(..., compute=result.computed)`` with the same arguments repeats the run exactly.

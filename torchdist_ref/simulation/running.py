@@ -53,10 +53,11 @@ def run(
     """Call ``fn(rank, *args)`` on simulated ranks, on virtual time, in an order that the seed decides.
 
     Ranks are threads of which one runs at a time. The default group, the stores, collectives, messages and their
-    failures are the library's own; only the bytes travel in virtual time. Locks, queues, threads and clocks of Python
-    that the program uses are simulated too, for its ranks alone. Each rank has a state of torch's default generator of
-    its own, which begins as this process's. The addresses of hosts 0 and 1 are 10.0.0.1 and 10.0.0.2, and so on; ranks
-    can serve a `TCPStore` there, and meet by ``tcp://``. Not simulated: other sockets, processes, torch's backends.
+    failures are the library's own; only the transfer of bytes takes virtual time. Locks, queues, threads and clocks of
+    Python that the program uses are simulated too, for its ranks alone. Each rank has a state of torch's default
+    generator of its own, which begins as this process's. The addresses of hosts 0 and 1 are 10.0.0.1 and 10.0.0.2, and
+    so on; ranks can serve a `TCPStore` there, and meet by ``tcp://``. Not simulated: other sockets, processes, torch's
+    backends.
 
     Args:
         fn: Function; any callable, also a local function or lambda.
@@ -68,7 +69,7 @@ def run(
         compute: Virtual seconds for each second of processor time that ranks use between calls: 0 for none, 1 or
             ``"measured"`` for as long as it takes here. Two runs measure different times. To repeat such a run exactly,
             pass its `SimulatedRun.computed` here, and the same other arguments.
-        faults: Deaths, stops and cuts of the plan.
+        faults: Failures to cause, such as `Kill`, `Stop` and `Cut`.
         timeout: Virtual time at which the run ends, in seconds; ranks that still run then are named. Default: none.
         backend: Backend of the default group: ``"ref"`` or ``"fake"``.
         init: Whether to initialize the default group. Without it the program does so itself, with the store that
@@ -198,9 +199,9 @@ def run_job(
     faults: Sequence[Fault] = (),
     timeout: float | None = None,
 ) -> SimulatedJob:
-    """Run an elastic job on simulated hosts: each has an agent, which starts workers, and again when hosts change.
+    """Run an elastic job on simulated hosts, whose agents start workers and restart them when hosts change.
 
-    It is the job of ``python -m torchdist_ref.launch --nnodes MIN:MAX --nproc-per-node WORKERS``, by the same code:
+    The job is that of ``python -m torchdist_ref.launch --nnodes MIN:MAX --nproc-per-node WORKERS``, with the same code:
     agents meet, one of them coordinates, and all workers start again when a worker fails or a host is lost. A worker
     calls ``fn(rank, *args)`` with the default group initialized. All attempts get the same arguments, so an object
     among them can serve as the disk to which a program saves its state.
@@ -215,7 +216,7 @@ def run_job(
         max_restarts: Number of restarts after failures of workers. Those after a change of hosts do not count.
         seed: As for `run`.
         network: As for `run`; its `hosts` are not used. Workers of a host are local to one another.
-        faults: `EndHost`, `Kill` of the worker that has a rank then, and `Cut` of some hosts from all others.
+        faults: `EndHost`, `Kill` of the worker that has a rank at that time, and `Cut` of some hosts from all others.
         timeout: Virtual time at which the run ends, in seconds. Default: none.
 
     Returns:

@@ -1,6 +1,6 @@
 """Timeline of a simulation: what happened on which rank at which virtual time.
 
-Two runs with equal timelines had the same interleaving, the same messages and the same times: `Timeline.digest` tells.
+Two runs with the same `Timeline.digest` had the same interleaving, the same messages and the same times.
 """
 
 from __future__ import annotations
