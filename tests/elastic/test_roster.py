@@ -220,7 +220,7 @@ def test_a_host_that_leaves_ends_the_job_if_too_few_remain_and_one_that_dies_is_
 @pytest.mark.parametrize(
     ("described", "rules", "text"),
     [
-        (info(1, node_rank=0), RULES, "--node-rank 0 of host-1 is that of host-0 already"),
+        (info(1, node_rank=0), RULES, "--node-rank 0 of host-1 is already used by host-0"),
         (info(1, node_rank=3), RULES, "--node-rank 3 of host-1 is not below --nnodes 3"),
         (info(1), replace(RULES, max_hosts=4), "the larger number of --nnodes is 4 on host-1 and 3 on the others"),
         (info(1), replace(RULES, run_id="other"), "--rdzv-id is other on host-1 and job on the others"),
