@@ -504,7 +504,7 @@ def test_seeds_are_several() -> None:
 
 
 def test_a_rank_starts_no_simulation() -> None:
-    with pytest.raises(RankError, match="argument 'caller' must be no simulated rank"):
+    with pytest.raises(RankError, match="argument 'caller' must be outside of a simulation"):
         simulation.run(lambda rank: simulation.run(lambda inner: inner, 1), 2)
 
 

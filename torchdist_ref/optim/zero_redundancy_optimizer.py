@@ -348,7 +348,8 @@ def _checked(params: Any) -> list[Any]:
         raise ArgumentTypeError(explain("ZeroRedundancyOptimizer", "params", expected, params))
     listed = list(params)
     if not listed:
-        raise ArgumentError(explain("ZeroRedundancyOptimizer", "params", "no empty parameter list", listed))
+        expected, hint = "a list of at least one parameter", "The optimizer got an empty parameter list."
+        raise ArgumentError(explain("ZeroRedundancyOptimizer", "params", expected, listed, hint=hint))
     for entry in listed:
         # torch takes pairs of a name and a tensor too.
         if not isinstance(entry, Tensor | tuple):

@@ -132,8 +132,9 @@ class OneRun:
     def result(self) -> SimulatedRun:
         """Run, and return the result or raise the error that names the rank to look at."""
         if current_task() is not None:
-            hint = "Call it where no simulation runs."
-            raise ArgumentError(explain("simulation.run", "caller", "no simulated rank", "one", hint=hint))
+            hint = "A simulation cannot start another one."
+            expected = "outside of a simulation"
+            raise ArgumentError(explain("simulation.run", "caller", expected, "a simulated rank", hint=hint))
         with _one_at_a_time:
             self._run()
         return self._conclude()

@@ -128,8 +128,8 @@ def _refused(server: ServerAddress, user: int) -> Exception:
     if user < 0:
         return ConnectionLost("the server closed the connection")
     return AuthenticationError(
-        f"TCPStore: the server at {server} belongs to user {user}, and this process to user {os.geteuid()}: it may be "
-        f"no part of this job. Choose another MASTER_PORT, run all ranks as one user, or set "
+        f"TCPStore: the server at {server} belongs to user {user}, and this process to user {os.geteuid()}: it may not "
+        f"belong to this job. Choose another MASTER_PORT, run all ranks as one user, or set "
         f"{sockets.TRUST_NETWORK}=1 if every user of this host may run code in the ranks."
     )
 
