@@ -111,7 +111,7 @@ ENTRIES = (
     ("not-a-tensor", r" of type torch\.Tensor\n"),
     ("split-sizes", r" argument '(in|out)put_split_sizes"),
     ("list-of-wrong-length", r" must be a list of (\d+ (tensors|lists)|at least one tensor|one, as a rank)"),
-    ("tensor-of-wrong-size", r" must be (\d+ elements|a tensor of \d+ elements|a tensor (whose first dimension|that) divides)"),
+    ("tensor-of-wrong-size", r" must be ((a tensor of )?\d+ elements|a tensor (whose first dimension|that) divides)"),
     ("different-dtypes", r"( different dtypes|all tensors need one dtype)"),
     (
         "tensor-is-not-dense",
