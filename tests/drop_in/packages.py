@@ -152,9 +152,9 @@ HEAD = """
 # Sub-packages of torch.distributed
 
 From `init_process_group` on, torch's modules use our default group ({{doc}}`../how-to/use_torchs_modules`). For each
-public sub-package of torch the table says where to import it from, and which tests found which values on our groups.
-The tests wrote the record behind it themselves, on torch {torch} and Python {python}, {date}. They fail if they see
-something else. *None here* means that the part needs no process group, or that no test compares it with torch.
+public sub-package of torch the table says where to import it from, and which tests compare its results on our groups
+with those of another run. These tests recorded the table, on torch {torch} and Python {python}, {date}. They fail if a
+result differs from the record. *None here* means that the part needs no process group, or that no test compares it with torch.
 """
 
 

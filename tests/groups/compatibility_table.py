@@ -74,18 +74,19 @@ def page() -> str:
 HEAD = """
 # Compatibility
 
-Published programs use more than what torch documents. A test holds both tables, and this page is written from them.
+Published programs use names and error texts that torch does not document. This page lists those that work with this
+library; it is generated from tables that a test checks.
 
 ## Private names
 
-The names below `torch.distributed`, and the programs whose source uses them, by a search of DeepSpeed, Megatron-LM,
-fairscale, Lightning and mmengine. They are at the same paths below `torchdist_ref`. torch's functions work on our
-groups, because torch's default group is ours.
+The table has private names below `torch.distributed` that the source of DeepSpeed, Megatron-LM, fairscale, Lightning or
+mmengine uses. The same paths work below `torchdist_ref`. torch's functions work on our groups, because torch's default
+group is ours.
 """
 MIDDLE = """
 ## Phrases of errors
 
-Programs recognize errors by their text. Ours contain torch's phrase, then say more.
+Some programs recognize an error by its text. The messages of this library contain torch's phrase, and more information.
 """
 
 if __name__ == "__main__":

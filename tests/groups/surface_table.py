@@ -174,10 +174,10 @@ def page() -> str:
 HEAD = """
 # Names beside torch's
 
-Every public name at the top level of `torch.distributed` in torch 2.15, and what this library has for it. *As torch's*
-means the same parameters with the same names, kinds and defaults; *same name*, that torch's is in C++ and shows no
-parameters; *torch's own*, that the name leads to torch's, which works on this library's groups. A test compares them
-one by one, and this page is written from the test's own table.
+This page lists every public name at the top level of `torch.distributed` in torch 2.15, and its counterpart here. *As
+torch's* means the same parameters with the same names, kinds and defaults. *Same name* means that torch's object is in
+C++ and shows no parameters. *torch's own* means that the name is torch's object, which works on this library's groups.
+A test compares the names one by one, and this page is generated from the test's table.
 """
 
 
