@@ -154,7 +154,8 @@ HEAD = """
 From `init_process_group` on, torch's modules use our default group ({{doc}}`../how-to/use_torchs_modules`). For each
 public sub-package of torch the table says where to import it from, and which tests check its results on our groups,
 against which values. These tests recorded the table, on torch {torch} and Python {python}, {date}. They fail if a
-result differs from the record. *None here* means that the part needs no process group, or that no test compares it with torch.
+result differs from the record. *None here* means that the part needs no process group, or that no test compares it
+with torch.
 """
 
 

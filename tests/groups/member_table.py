@@ -186,12 +186,12 @@ def page() -> str:
 HEAD = """
 # Names below the top level
 
-This page lists the methods of classes, and the modules below `torch.distributed`, in torch 2.15, and those of 1.13 that
-torch has removed. *As torch's* means the same parameters with the same names, kinds and defaults. *Same name* means that
-torch's method shows no parameters, or no longer exists. *On objects* means that objects of the class have the attribute,
-but the class does not show it. *torch's own* means that the name is torch's object. A `ProcessGroup` is of torch's type,
-so torch's functions accept it, and torch's C++ calls its methods. A test compares the names one by one, and this page is
-generated from the test's table.
+This page lists the methods of classes, and the modules below `torch.distributed`, in torch 2.15, and those of 1.13
+that torch has removed. *As torch's* means the same parameters with the same names, kinds and defaults. *Same name*
+means that torch's method shows no parameters, or no longer exists. *On objects* means that objects of the class have
+the attribute, but the class does not show it. *torch's own* means that the name is torch's object. A `ProcessGroup`
+is of torch's type, so torch's functions accept it, and torch's C++ calls its methods. A test compares the names one
+by one, and this page is generated from the test's table.
 """
 TAIL = """
 ## Names that are not Python names of torch.distributed
