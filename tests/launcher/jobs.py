@@ -1,4 +1,7 @@
-"""Jobs of test_api and test_contexts: functions that another process can import."""
+"""Jobs of test_api and test_contexts: functions that another process can import.
+
+Each rank imports this file. Do not import torch here: it would take each of them two seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchdist_ref.elastic.utils.store import synchronize
 
-import torchdist_ref as dist
 from torchdist_ref.errors import RankDiedError
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import TCPStore
-from torchdist_ref.testing import fill, simulated_device
 
 ENVIRONMENT = (
     "RANK",
@@ -51,6 +51,10 @@ def environment() -> dict[str, str | None]:
 
 def add(*numbers: int) -> int:
     return sum(numbers) + int(os.environ["RANK"])
+
+
+def loaded(name: str) -> bool:
+    return name in sys.modules
 
 
 def same(*args: Any) -> tuple[Any, ...]:
@@ -160,14 +164,3 @@ def put_and_fill(rank: int, queue: Any, tensor: Any) -> None:
 
 def wait_for_event(rank: int, event: Any) -> None:
     event.wait()
-
-
-def summed_on_device() -> tuple[str, list[float]]:
-    """Return the device of the local rank, and the sum of two ranks' tensors there."""
-    simulated_device.install()
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    tensor = fill(dist.get_rank(), (5,)).to("sim") * 2
-    dist.all_reduce(tensor)
-    dist.destroy_process_group()
-    return str(tensor.device), tensor.tolist()

@@ -42,6 +42,11 @@ def test_results_of_all_ranks() -> None:
     assert elastic_launch(config(3), jobs.add)(10, 20) == {0: 30, 1: 31, 2: 32}
 
 
+def test_a_rank_has_torch_only_if_its_function_imports_it() -> None:
+    """Once the functions of these tests imported it, and the tests took two minutes of processor time."""
+    assert elastic_launch(config(1), jobs.loaded)("torch") == {0: False}
+
+
 def test_environment_of_each_rank() -> None:
     found = launch_agent(config(2, 5, run_id="job 7", role="trainer"), jobs.environment, [])
     assert found[1] == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from typing import Any
 
@@ -9,12 +10,11 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from tests.launcher import jobs
 from tests.launcher.test_api import config
 from tests.on_sim import missing, on_sim
 from torchdist_ref.launcher.api import launch_agent
 from torchdist_ref.notebook import RankPool, RankServer
-from torchdist_ref.testing import fill, run
+from torchdist_ref.testing import fill, run, simulated_device
 
 TOTAL = [(2 * (a + b)).item() for a, b in zip(fill(0, (5,)), fill(1, (5,)), strict=True)]
 
@@ -25,9 +25,20 @@ def built() -> None:
         pytest.skip(why)
 
 
+def summed_on_device() -> tuple[str, list[float]]:
+    """Return the device of the local rank, and the sum of two ranks' tensors there."""
+    simulated_device.install()
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    tensor = fill(dist.get_rank(), (5,)).to("sim") * 2
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return str(tensor.device), tensor.tolist()
+
+
 @pytest.mark.parametrize("virtual", [False, True])
 def test_the_launcher_gives_each_rank_the_device_of_its_local_rank(virtual: bool) -> None:
-    found = launch_agent(config(virtual_local_rank=virtual, start_method="fork"), jobs.summed_on_device, [])
+    found = launch_agent(config(virtual_local_rank=virtual, start_method="fork"), summed_on_device, [])
     places = ["sim:0", "sim:0"] if virtual else ["sim:0", "sim:1"]
     assert found == {rank: (place, TOTAL) for rank, place in enumerate(places)}
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -120,25 +121,36 @@ def test_one_seed_is_one_history_and_others_are_others() -> None:
 def test_a_history_depends_on_neither_the_load_nor_the_process_nor_the_order_of_sets() -> None:
     # In a new interpreter, 2 s: the order of a set follows from the seed of its hashes, which is another one there.
     program = "from tests.simulation.test_running import history\nprint(history(0), history(5))"
-    # Four processes that take all the time that they get.
-    busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
-    others = [subprocess.Popen(busy, stdout=subprocess.PIPE) for _ in range(4)]
-    try:
-        for other in others:
-            assert other.stdout is not None and other.stdout.readline()
-        found = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    with contended():
         under_load = f"{history(0)} {history(5)}\n"
-    finally:
-        for other in others:
-            other.kill()
-            other.communicate()
     assert found == under_load == f"{history(0)} {history(5)}\n"
+
+
+@contextmanager
+def contended() -> Iterator[None]:
+    """Have a thread compete for the interpreter, and hand it over at other points of a program than otherwise."""
+    ended: list[bool] = []
+
+    def compete() -> None:
+        while not ended:
+            pass
+
+    before, competitor = sys.getswitchinterval(), threading.Thread(target=compete)
+    sys.setswitchinterval(1e-5)
+    competitor.start()
+    try:
+        yield
+    finally:
+        ended.append(True)
+        competitor.join()
+        sys.setswitchinterval(before)
 
 
 def test_decisions_repeat_a_run() -> None:
