@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,20 @@ ODD = ("--import", "tests.acid.odd_backends")
 ROOT = Path(__file__).parents[2]
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    # The last of two equal options counts: checks that do not hang may take as long as a busy machine needs.
-    command = [sys.executable, "-m", "torchdist_ref.acid", "--seconds", "100", *options]
-    # A backend's C++ may print to the terminal whatever it likes; the table is on stdout.
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(python_with_torch: str) -> Run:
+    """Run the command in a Python that has torch: the command and each check start one."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        # The last of two equal options counts: checks that do not hang may take as long as a busy machine needs.
+        command = [python_with_torch, "-m", "torchdist_ref.acid", "--seconds", "100", *options]
+        # A backend's C++ may print to the terminal whatever it likes; the table is on stdout.
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+    return run
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -45,7 +55,7 @@ def test_each_check_has_a_demand_a_source_and_code() -> None:
 
 
 @pytest.mark.parametrize(("backend", "extra"), [("gloo", ()), ("ref", ("--import", "torchdist_ref"))])
-def test_right_backends_pass(backend: str, extra: tuple[str, ...], tmp_path: Path) -> None:
+def test_right_backends_pass(run: Run, backend: str, extra: tuple[str, ...], tmp_path: Path) -> None:
     done = run("--backend", backend, *extra, "--only", "all_reduce of bool", "--report", str(tmp_path / "new"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(outcomes(done).values()) == {"pass"} and len(outcomes(done)) == 2
@@ -57,14 +67,14 @@ def test_right_backends_pass(backend: str, extra: tuple[str, ...], tmp_path: Pat
     assert "2 of 2" in (tmp_path / "new" / "badge.svg").read_text()
 
 
-def test_torchs_gloo_loses_a_nan_and_ref_does_not() -> None:
+def test_torchs_gloo_loses_a_nan_and_ref_does_not(run: Run) -> None:
     done = run("--backend", "gloo", "--only", "NaN in MAX")
     assert done.returncode == 1 and outcomes(done)["NaN in MAX"] == "fail"
     assert "rank 0: got [2.0, 3.0]" in done.stdout
     assert run("--backend", "ref", "--import", "torchdist_ref", "--only", "NaN in MAX").returncode == 0
 
 
-def test_a_wrong_value_and_a_rank_that_exits_cost_one_row_each() -> None:
+def test_a_wrong_value_and_a_rank_that_exits_cost_one_row_each(run: Run) -> None:
     done = run("--backend", "one_less", *ODD, "--only", "of float32 and float64")
     assert outcomes(done)["all_reduce of float32 and float64"] == "fail" and done.returncode == 1, done.stdout
     assert "expected torch" not in done.stdout and ", expected [" in done.stdout
@@ -83,7 +93,7 @@ def test_a_wrong_value_and_a_rank_that_exits_cost_one_row_each() -> None:
     ],
 )
 def test_a_backend_that_makes_no_group_is_one_fact(
-    backend: str, kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, backend: str, kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = run("--backend", backend, *ODD, "--only", "bool", "--seconds", "4")
@@ -93,11 +103,11 @@ def test_a_backend_that_makes_no_group_is_one_fact(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_module_that_cannot_be_imported_is_one_fact(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_is_one_fact(run: Run, python_with_torch: str, tmp_path: Path) -> None:
     done = run("--backend", "x", "--import", "no_such_module_of_acid")
     assert done.returncode == 1 and done.stdout.startswith("fail     import no_such_module_of_acid\n")
     (tmp_path / "ends_the_interpreter.py").write_text("import os\nos.abort()\n")
-    command = [sys.executable, "-m", "torchdist_ref.acid", "--backend", "x", "--import", "ends_the_interpreter"]
+    command = [python_with_torch, "-m", "torchdist_ref.acid", "--backend", "x", "--import", "ends_the_interpreter"]
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1 and "crash    import ends_the_interpreter" in done.stdout
@@ -108,7 +118,7 @@ MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="the extra `mpi` is not installed")
-def test_a_launcher_starts_the_ranks_of_backends_that_need_one(python_with_torch: str) -> None:
+def test_a_launcher_starts_the_ranks_of_backends_that_need_one(run: Run, python_with_torch: str) -> None:
     """Slow, 3 s: MPI's ranks start twice."""
     launcher = f"{MPIEXEC} -n {{world}} {python_with_torch}"
     options = ("--backend", "mpi", "--api", "torchdist_ref", "--world", "2", "--launcher", launcher)
@@ -117,7 +127,7 @@ def test_a_launcher_starts_the_ranks_of_backends_that_need_one(python_with_torch
     assert outcomes(done) == {acid.CHECKS[0].name: "pass", "all_reduce of bool": "pass"}, done.stdout
 
 
-def test_a_launcher_that_fails_is_one_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_fails_is_one_fact(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = run(
         "--backend", "gloo", "--launcher", f"{sys.executable} -c raise(SystemExit('no_slots_left'))", "--only", "bool"
@@ -127,7 +137,7 @@ def test_a_launcher_that_fails_is_one_fact(tmp_path: Path, monkeypatch: pytest.M
     assert not [*tmp_path.iterdir()]
 
 
-def test_ranks_of_a_launcher_that_hang_or_die_are_named(python_with_torch: str, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_that_hang_or_die_are_named(run: Run, python_with_torch: str, tmp_path: Path) -> None:
     """A launcher in three lines, which starts two ranks and waits for them."""
     script = tmp_path / "launcher"
     script.write_text('#!/bin/sh\nPMI_RANK=0 "$@" &\nPMI_RANK=1 "$@" &\nwait\n')
@@ -140,7 +150,7 @@ def test_ranks_of_a_launcher_that_hang_or_die_are_named(python_with_torch: str, 
     assert [*outcomes(done).values()] == ["pass", "pass"], done.stdout + done.stderr
 
 
-def test_large_tensors_are_checked_only_if_asked_for() -> None:
+def test_large_tensors_are_checked_only_if_asked_for(run: Run) -> None:
     listed = run("--backend", "x", "--list").stdout
     assert listed.count("more than 2 GiB:") == 3
     done = run("--backend", "gloo", "--only", "broadcast of more than 2 GiB")
@@ -149,13 +159,13 @@ def test_large_tensors_are_checked_only_if_asked_for() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "ref"])
-def test_large_tensors(backend: str) -> None:
+def test_large_tensors(run: Run, backend: str) -> None:
     """Slow, a minute, and 13 GiB of memory: three ranks have tensors of more than 2 GiB."""
     done = run("--backend", backend, "--import", "torchdist_ref", "--large", "--only", "than 2 GiB", "--world", "2")
     assert [*outcomes(done).values()] == ["pass"] * 4, done.stdout
 
 
-def test_one_rank_runs_what_one_rank_can() -> None:
+def test_one_rank_runs_what_one_rank_can(run: Run) -> None:
     done = run("--backend", "gloo", "--world", "1", "--only", "tag")
     assert done.returncode == 0 and outcomes(done)["tags"] == "not run" and "it needs two ranks" in done.stdout
 
