@@ -32,6 +32,8 @@ def run_examples(page: Path) -> None:
 
 @pytest.mark.parametrize("page", list(pages.markdown_pages()), ids=lambda path: str(path.relative_to(pages.DOCS)))
 @on_sim.NEEDS_PARENT
+# Pages whose ranks are processes fork them after torch's modules are loaded; a rank takes seconds to load them.
+@pytest.mark.usefixtures("torchs_modules")
 def test_markdown_examples_run(page: Path) -> None:
     skip_newer(page)
     if "simulated_device.install(" not in page.read_text(encoding="utf-8"):

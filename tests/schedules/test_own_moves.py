@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
 from torchdist_ref.schedules import Move, Schedule, build, catalogue
-from torchdist_ref.schedules.schedule import Arrivals, Run, single
+from torchdist_ref.schedules.schedule import Round, Run, single
 
 WORLDS = range(1, 21)
 CASES = [(op, algorithm) for op in catalogue.operations() for algorithm in catalogue.algorithms(op)]
@@ -31,31 +31,35 @@ def schedules(op: str, algorithm: str, world: int) -> Iterator[Schedule]:
             yield build(op, algorithm, world, root, hosts=hosts)
 
 
-def counts(side: Arrivals, step: int, ranks: list[int]) -> int:
-    return max((len(single(side(step, rank))) for rank in ranks), default=0)
+def most(side: Sequence[Round], ranks: Iterable[int]) -> int:
+    """Return the largest number of moves that one of some ranks has."""
+    return max((len(side[rank]) for rank in ranks), default=0)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_own_moves_are_the_slice_of_the_whole_schedule(op: str, algorithm: str) -> None:
     for world in WORLDS:
+        everyone = range(world)
         for schedule in schedules(op, algorithm, world):
-            own, everyone = schedule.own, list(range(world))
+            own = schedule.own
             for step, moves in enumerate(schedule.rounds):
                 where = f"{schedule.name} of {world}, round {step + 1}"
-                for rank in everyone:
-                    assert single(own.into(step, rank)) == tuple(m for m in moves if m.dst == rank), where
-                    leaving = single(own.out_of(step, rank))
-                    assert leaving == tuple(m for m in moves if m.src == rank), where
-                    if own.reads is not None:
-                        assert list(dict.fromkeys(own.reads(step, rank))) == list(
-                            dict.fromkeys(m.read for m in leaving)
-                        )
-                        assert all(m.dst != rank for m in leaving), where
+                wanted: tuple[list[list[Move]], ...] = tuple([[] for _ in everyone] for _ in range(2))
+                for move in moves:
+                    wanted[0][move.dst].append(move)
+                    wanted[1][move.src].append(move)
+                found = [[single(side(step, rank)) for rank in everyone] for side in (own.into, own.out_of)]
+                assert [[list(each) for each in side] for side in found] == list(wanted), where
+                arriving, leaving = found
+                if own.reads is not None:
+                    for rank in everyone:
+                        reads = [move.read for move in leaving[rank]]
+                        assert list(dict.fromkeys(own.reads(step, rank))) == list(dict.fromkeys(reads)), where
+                        assert all(move.dst != rank for move in leaving[rank]), where
                 some = [*own.alike(step)]
-                assert counts(own.into, step, some) == counts(own.into, step, everyone), where
-                assert counts(own.out_of, step, some) == counts(own.out_of, step, everyone), where
-                some_reduce = any(m.reduce for rank in some for m in single(own.into(step, rank)))
-                assert some_reduce == any(m.reduce for m in moves), where
+                assert [most(side, some) for side in found] == [most(side, everyone) for side in found], where
+                some_reduce = any(move.reduce for rank in some for move in arriving[rank])
+                assert some_reduce == any(move.reduce for move in moves), where
 
 
 def test_the_moves_of_a_schedule_of_a_program_are_looked_up_by_rank() -> None:

@@ -28,9 +28,16 @@ DTYPES = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_earlier_objects() -> None:
+    """Have the collections below look at the objects of these tests alone: they take a second with all others."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_collection_of_earlier_garbage() -> Iterator[None]:
-    """Free what other tests of this process have left, and let no collection free more while a test counts pages."""
+    """Free what the tests before have left, and let no collection free more while a test counts pages."""
     gc.collect()
     gc.disable()
     yield
