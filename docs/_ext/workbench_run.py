@@ -16,6 +16,7 @@ import schedule_data
 from torchdist_ref import schedules
 from torchdist_ref.schedules import Network, Schedule, Violation, simulate, violations
 from torchdist_ref.schedules.cause import cause_of
+from torchdist_ref.schedules.schedule import single, slot_name
 
 # Violations that are listed, and slots that are marked.
 MAX_SHOWN = 4
@@ -57,11 +58,20 @@ def examine(code: str, operation: str, ranks: str, size: str, network: str) -> s
 
 
 def described(found: Schedule, operation: str, wrong: Violation) -> str:
-    """Return a violation with the round and the move that cause it."""
-    if wrong.rule != "result" or operation == "barrier":
+    """Return a violation with the round and the move that cause it, or with those that wrote the slot last."""
+    if wrong.round or wrong.slot[0] == "tmp":
         return str(wrong)
-    cause = cause_of(found, operation, wrong.rank, wrong.slot)
-    return f"{wrong}\n    cause: {cause}"
+    place = f"{wrong.rule}: rank {wrong.rank}, {slot_name(wrong.slot)}"
+    values = f"    expected {wrong.expected}, got {wrong.got}"
+    cause = cause_of(found, operation, wrong.rank, wrong.slot) if wrong.rule == "result" else None
+    return f"{place}: {cause or last_write(found, wrong)}\n{values}"
+
+
+def last_write(found: Schedule, wrong: Violation) -> str:
+    """Return the last round and move that write the slot of a violation."""
+    every = [(number, move) for number, moves in enumerate(found.rounds, 1) for move in single(moves)]
+    into = [(number, move) for number, move in every if (move.dst, move.write) == (wrong.rank, wrong.slot)]
+    return "round {}, move {}, wrote it last".format(*into[-1]) if into else "no move writes it"
 
 
 def explained(error: Exception) -> str:

@@ -476,7 +476,7 @@ def test_the_workbench_runs_python_in_the_page(page: Any, address: str) -> None:
     code.fill(right.replace("reduce=True", "reduce=step > 0"))
     run.click()
     page.wait_for_selector('[data-role="said"][data-right="false"]')
-    assert "cause: round 1, move 1.data[0] -> 2.data[0]: replaces" in said.inner_text()
+    assert "round 1, move 1.data[0] -> 2.data[0]: replaces" in said.inner_text().splitlines()[1]
     page.locator('[data-role="stage"]').focus()
     page.keyboard.press("End")
     assert page.locator(".player-stage .wrong").count() > 0

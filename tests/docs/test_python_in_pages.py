@@ -181,4 +181,23 @@ def test_a_wrong_result_names_the_round_and_the_move() -> None:
     cause = (
         "round 1, move 1.data[0] -> 2.data[0]: replaces the value of data[0] on rank 2, and that of 2.data[0] is lost"
     )
-    assert f"cause: {cause}" in found["said"]
+    assert f"result: rank 0, data[0]: {cause}" in found["said"].splitlines()
+    assert "at the end" not in found["said"]
+
+
+def test_another_order_of_the_sum_names_the_move_that_wrote_it_last() -> None:
+    code = """from torchdist_ref.schedules import Move, Schedule, carry
+
+
+def algorithm(world):
+    data, other = ("data", 0), ("tmp", 0)
+    pairs = (carry(1, 0, data, True), carry(0, 1, data, True), carry(0, 2, data, True))
+    rest = (Move(2, 0, data, other), Move(2, 1, data, other), Move(1, 2, data, other))
+    return Schedule("two orders", 3, ((*pairs, *rest), tuple(Move(r, r, other, data, True) for r in range(3))))
+"""
+    found = json.loads(workbench_run.examine(code, "all_reduce", "3", "4", "one host"))
+    assert found["said"].splitlines() == [
+        "Wrong.",
+        "replicas: rank 2, data[0]: round 2, move 2.tmp[0] -> 2.data[0] +, wrote it last",
+        "    expected the order of the ranks before, got another order of the same",
+    ]
