@@ -280,6 +280,18 @@ def test_each_click_of_the_player_counts(page: Any, address: str) -> None:
     page.wait_for_function("document.querySelector('.player-status').textContent.startsWith('Round 9 of 14')")
 
 
+def test_a_hidden_player_draws_nothing_of_negative_width(page: Any, address: str) -> None:
+    logged: list[str] = []
+    page.on("console", lambda message: logged.append(message.text))
+    page.goto(address + "collectives/all_reduce.html")
+    page.wait_for_selector(".player-stage svg")
+    page.evaluate("document.querySelector('.player').style.display = 'none'")
+    page.locator('.player [data-role="step"]').evaluate("button => button.click()")
+    page.evaluate("document.querySelector('.player').style.display = ''")
+    page.wait_for_function("document.querySelector('.player-stage rect').width.baseVal.value > 15")
+    assert [text for text in logged if "negative" in text] == []
+
+
 def test_the_player_works_by_keyboard(page: Any, address: str) -> None:
     look(page, 1400, "light")
     page.goto(address + "collectives/all_reduce.html")
