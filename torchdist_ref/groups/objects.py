@@ -343,8 +343,7 @@ def send_object_list(
             without running code. The same on all ranks. Since torch 2.14. Default: False, objects are pickled.
 
     Raises:
-        PicklingError: An object cannot be pickled, or is not plain data with `weights_only`. The receiver raises it
-            too.
+        PicklingError: An object cannot be pickled, or is not plain data with `weights_only`. The receiver raises too.
         ArgumentError: The destination is this rank, or not in the group.
         DistBackendError: The receiver died, aborted, or did not call in time.
 
