@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -33,6 +34,16 @@ def run(python_with_torch: str) -> Run:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
     return run
+
+
+def left(text: str) -> list[str]:
+    """Return the files of shared memory whose name has a text, and the processes that map such a file or run there."""
+    found = [path.name for path in Path("/dev/shm").iterdir() if text in path.name]
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            has = text in (process / "maps").read_text(errors="replace") or text in os.readlink(process / "cwd")
+            found += [process.name] if has else []
+    return found
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -96,16 +107,29 @@ def test_a_backend_that_makes_no_group_is_one_fact(
     run: Run, backend: str, kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("ODD_MEMORY", f"acid-{os.getpid()}-{backend}")
     done = run("--backend", backend, *ODD, "--only", "bool", "--seconds", "4")
     assert done.returncode == 1
     assert [*outcomes(done).values()] == [kind, "not run"], done.stdout
     assert text in done.stdout
-    assert not [*tmp_path.iterdir()]
+    assert not [*tmp_path.iterdir()] and not left(f"acid-{os.getpid()}-{backend}")
+
+
+def test_memory_of_ranks_that_a_check_kills_is_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"acid-{os.getpid()}-killed"
+    monkeypatch.setenv("ODD_MEMORY", name)
+    done = run("--backend", "one_less", *ODD, "--only", "a rank that is killed")
+    assert "a rank that is killed" in outcomes(done), done.stdout
+    assert not left(name)
 
 
 def test_a_module_that_cannot_be_imported_is_one_fact(run: Run, python_with_torch: str, tmp_path: Path) -> None:
-    done = run("--backend", "x", "--import", "no_such_module_of_acid")
-    assert done.returncode == 1 and done.stdout.startswith("fail     import no_such_module_of_acid\n")
+    done = run("--backend", "x", "--import", "no_such_module_of_acid", "--report", str(tmp_path / "new"))
+    assert done.returncode == 1 and outcomes(done) == {"import no_such_module_of_acid": "fail"}
+    assert "No module named 'no_such_module_of_acid'" in done.stdout and done.stdout.endswith("x, 3 ranks: 1 fail\n")
+    [kept] = json.loads((tmp_path / "new" / "report.json").read_text())["checks"]
+    assert kept["outcome"] == "fail" and kept["code"] == "import no_such_module_of_acid\n"
+    assert "0 of 1" in (tmp_path / "new" / "badge.svg").read_text()
     (tmp_path / "ends_the_interpreter.py").write_text("import os\nos.abort()\n")
     command = [python_with_torch, "-m", "torchdist_ref.acid", "--backend", "x", "--import", "ends_the_interpreter"]
     path = f"{tmp_path}{os.pathsep}{ROOT}"
@@ -167,7 +191,8 @@ def test_large_tensors(run: Run, backend: str) -> None:
 
 def test_one_rank_runs_what_one_rank_can(run: Run) -> None:
     done = run("--backend", "gloo", "--world", "1", "--only", "tag")
-    assert done.returncode == 0 and outcomes(done)["tags"] == "not run" and "it needs two ranks" in done.stdout
+    assert done.returncode == 1 and outcomes(done)["tags"] == "not run" and "it needs two ranks" in done.stdout
+    assert run("--backend", "gloo", "--world", "1", "--only", "all_reduce of bool").returncode == 0
 
 
 def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from torchdist_ref.acid import modules, report
-from torchdist_ref.acid.checks import CHECKS, INIT, Check
+from torchdist_ref.acid.checks import CHECKS, DOCUMENTATION, INIT, Check
 from torchdist_ref.acid.launched import LaunchedRanks
 from torchdist_ref.acid.runs import NOT_RUN, PASSED, CheckOutcome, ProgramEnds, Setting, run_check, try_import
 from torchdist_ref.launcher.about import versions
@@ -23,7 +23,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m torchdist_ref.acid",
         description="Run checks of a backend of torch.distributed, each on ranks of its own.",
-        epilog="The exit status is 1 if a check fails, crashes or hangs, or if the backend cannot be used; else 0.",
+        epilog="The exit status is 0 if each check that was chosen ran and none failed, crashed or hung; else 1.",
     )
     parser.add_argument("--backend", required=True, help="name, such as gloo, or one that --import registers")
     parser.add_argument(
@@ -68,6 +68,20 @@ def row(check: Check, outcome: CheckOutcome) -> dict[str, object]:
     }
 
 
+def import_all(names: Sequence[str]) -> list[dict[str, object]]:
+    """Import modules, each first in a process of its own; return the row of the first that cannot be imported."""
+    for name in names:
+        outcome = try_import(name)
+        if outcome.kind != PASSED:
+            text = f"import {name}"
+            check = Check(text, "import", lambda ranks: None, "The module can be imported.", DOCUMENTATION)
+            failed = {**row(check, outcome), "code": f"{text}\n"}
+            sys.stdout.write(report.line(failed) + "\n")
+            return [failed]
+        import_module(name)
+    return []
+
+
 def run_all(checks: Sequence[Check], setting: Setting) -> list[dict[str, object]]:
     """Run checks one after the other, print a line for each, and return the rows; none after a failed first one."""
     rows: list[dict[str, object]] = []
@@ -102,16 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.modules,
         options.launcher,
     )
-    for module in (*options.modules, setting.api):
-        tried = try_import(module)
-        if tried.kind != PASSED:
-            sys.stdout.write(f"{tried.kind:<8} import {module}\n         {tried.detail}\n")
-            return 1
-        import_module(module)
-    if any(check.area == modules.__name__.rpartition(".")[2] for check in checks):
-        for module in modules.SLOW_IMPORTS:
-            import_module(module)
-    rows = run_all(checks, setting)
+    rows = import_all((*options.modules, setting.api))
+    if not rows:
+        if any(check.area == modules.__name__.rpartition(".")[2] for check in checks):
+            for module in modules.SLOW_IMPORTS:
+                import_module(module)
+        rows = run_all(checks, setting)
     sys.stdout.write(f"{options.backend}, {options.world} ranks: {report.counted(rows)}\n")
     if options.report:
         about = {
@@ -125,13 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
         report.write(options.report, about, rows)
-    return int(
-        any(
-            each["outcome"] in (*report.WRONG, NOT_RUN)
-            for each in rows
-            if options.world > 1 or each["outcome"] != NOT_RUN
-        )
-    )
+    return int(any(each["outcome"] in (*report.WRONG, NOT_RUN) for each in rows))
 
 
 if __name__ == "__main__":

@@ -52,10 +52,17 @@ class LaunchedRanks:
             return int((self._folder / f"ended-{rank}").read_text(encoding="utf-8"))
         return launcher or (None if launcher is None else 1)
 
+    def pid(self, rank: int) -> int | None:
+        """Return the process id of a rank, None if it has not begun."""
+        with suppress(FileNotFoundError, ValueError):
+            return int((self._folder / f"pid-{rank}").read_text(encoding="utf-8"))
+        return None
+
     def kill(self, rank: int) -> None:
         """Kill the process of a rank, if it has begun."""
-        with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-            os.kill(int((self._folder / f"pid-{rank}").read_text(encoding="utf-8")), signal.SIGKILL)
+        if pid := self.pid(rank):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self, world: int) -> None:
         """End the launcher and whatever it has left."""

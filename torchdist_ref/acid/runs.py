@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,6 +44,7 @@ _GROUP_SECONDS = 60.0
 _AFTER_A_FAILURE = 4.0
 """Seconds that the other ranks have once one has failed: they may wait for it."""
 _LOOK_SECONDS = 0.01
+_SHARED_MEMORY = Path("/dev/shm")
 _LARGE_FACTOR = 10
 
 
@@ -102,6 +104,9 @@ class RankProcesses(Protocol):
     def poll(self, rank: int) -> int | None:
         """Return the exit code of a rank, None while it runs; to be called until it has ended."""
 
+    def pid(self, rank: int) -> int | None:
+        """Return the process id of a rank, None if it has not begun."""
+
     def kill(self, rank: int) -> None:
         """Kill a rank that has not ended."""
 
@@ -123,10 +128,12 @@ def run_check(
     if check.needs_two and setting.world < 2:
         return CheckOutcome(NOT_RUN, "it needs two ranks")
     folder = tempfile.mkdtemp(prefix="torchdist_ref-acid-")
+    files_before = _memory_files()
     begin = time.monotonic()
     ranks = start(check, setting, folder)
     codes, hung = _wait(ranks, setting.world, check, Path(folder), begin + setting.seconds_of(check))
     ranks.close(setting.world)
+    _remove_memory(Path(folder), files_before)
     kind, detail = _judge(check, codes, hung, Path(folder), setting)
     shutil.rmtree(folder, ignore_errors=True)
     return CheckOutcome(kind, detail, round(time.monotonic() - begin, 2))
@@ -162,6 +169,7 @@ def be_rank(check: Check, setting: Setting, rank: int, folder: str) -> NoReturn:
         # A rank may be done with its group while others still connect, which Gloo takes for a failure: meet elsewhere.
         store = FileStore(f"{folder}/made-{count}", setting.world)
         store.set(f"{rank}", "made")
+        _record_memory(Path(folder), os.getpid())
         store.wait([f"{other}" for other in range(setting.world)])
 
     def calls() -> None:
@@ -227,6 +235,10 @@ class _ForkedRanks:
         pid, status = os.waitpid(self._pids[rank], os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        return self._pids[rank]
+
     def kill(self, rank: int) -> None:
         """Kill a rank that has not ended."""
         os.kill(self._pids[rank], signal.SIGKILL)
@@ -258,8 +270,29 @@ def _wait(
         time.sleep(_LOOK_SECONDS)
     hung = [rank for rank in range(world) if rank not in codes]
     for rank in hung:
+        if pid := ranks.pid(rank):
+            _record_memory(folder, pid)
         ranks.kill(rank)
     return codes, hung
+
+
+def _memory_files() -> set[str]:
+    return set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.exists() else set()
+
+
+def _record_memory(folder: Path, pid: int) -> None:
+    """Record the files of shared memory that a rank has mapped: a rank that is killed cannot remove them."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        names = re.findall(rf" {_SHARED_MEMORY}/(\S+)$", maps, re.MULTILINE)
+        (folder / f"memory-{pid}").write_text("\n".join(names), encoding="utf-8")
+
+
+def _remove_memory(folder: Path, before: set[str]) -> None:
+    """Remove the shared memory that ranks recorded and that did not exist before the check."""
+    for record in folder.glob("memory-*"):
+        for name in {*record.read_text(encoding="utf-8").split()} - before:
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
 def _result(folder: Path, rank: int) -> tuple[str, str]:
