@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as c10d
 
-
 kept: list[mmap.mmap] = []
 
 

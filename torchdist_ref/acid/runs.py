@@ -37,7 +37,7 @@ KINDS = (PASSED, REFUSED, FAILED, CRASHED, HUNG, NOT_RUN)
 """Outcomes. *Refused* is an exception that says that the backend does not do this; *fail* is any other, or a value."""
 _REFUSAL = re.compile(
     r"not (yet )?(support|implement|available)|unsupported|does not (support|provide|implement)|only supports?\b"
-    r"|cannot use \w+|invalid (scalar type|tensor size|tensor type)",
+    r"|cannot use \w+|invalid (scalar type|tensor size|tensor type)|must be contiguous",
     re.IGNORECASE,
 )
 _GROUP_SECONDS = 60.0
@@ -338,5 +338,7 @@ def _last_lines(folder: Path, rank: int, count: int = 3) -> str:
     ]
     lines = next((text for text in texts if text.strip()), "").splitlines()
     frames = [line.strip() for line in lines if re.match(r'\s+File "', line)]
-    shown = [re.sub(r'^File ".*?([^/"]+)"', r"\1", frame) for frame in frames[:count]] or lines[-count:]
+    shown = [re.sub(r'^File ".*?([^/"]+)"', r"\1", frame) for frame in frames[:count]] or [
+        line.strip() for line in lines if re.search(r"\w", line)
+    ][-count:]
     return f"({'; '.join(shown)})" if shown else ""
