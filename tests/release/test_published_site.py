@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.release.scripts import git, load
+from tests.release.scripts import ROOT, git, load
 
 site = load("pages")
 
@@ -74,3 +80,34 @@ def test_the_next_run_continues_what_the_remote_has(repository: Path, tmp_path: 
     site.check_out(second)
     site.add(second, "dev", built(tmp_path, "dev"))
     assert {path.name for path in second.iterdir()} >= {"dev", "0.1.0", "stable", "switcher.json"}
+
+
+def test_the_steps_of_the_workflow_publish_a_version(tmp_path: Path) -> None:
+    """All shell steps but the one that builds the site, in the order of the file, as a hosted runner runs them."""
+    folder, remote, output = tmp_path / "repository", tmp_path / "remote.git", tmp_path / "output"
+    git(tmp_path, "init", "--quiet", "--bare", "--initial-branch", "main", str(remote))
+    git(tmp_path, "clone", "--quiet", str(remote), str(folder))
+    for name in (".ci/pages.py", "pyproject.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "Begin")
+    html = folder / "docs" / "_build" / "html"
+    html.mkdir(parents=True)
+    for page in ("index.html", "404.html"):
+        (html / page).write_text(f"{page} of 0.1.0")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # A runner has no name and no address for commits.
+    outside = {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1", "PATH": path}
+    environment = {**outside, "GITHUB_REF": "refs/tags/v0.1.0", "GITHUB_OUTPUT": str(output), "NAME": "0.1.0"}
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "pages.yml").read_text())["jobs"]["publish"]["steps"]
+    commands = [step["run"] for step in steps if "nox" not in step.get("run", "nox")]
+    assert len(commands) == 4 and "push" in commands[-1]
+    for command in commands:
+        shell = ["bash", "-e", "-c", command]
+        done = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
+    assert output.read_text().splitlines() == ["name=0.1.0", f"url={address}0.1.0/"]
+    published = git(remote, "ls-tree", "-r", "--name-only", "gh-pages").splitlines()
+    assert {"0.1.0/index.html", "stable/index.html", "404.html", "index.html", "switcher.json"} <= {*published}
