@@ -49,6 +49,13 @@ def test_a_death_in_a_collective_is_named_by_every_survivor(number: int, name: s
     check(name, size, [*hosts_of(size)][number // len(SIZES) % 2], seed=number % 3)
 
 
+def test_the_death_of_rank_0_while_many_ranks_meet_is_named_by_every_survivor() -> None:
+    """Of more than 16 ranks, rank 0 alone reads the endpoint of each, and publishes all as one value."""
+    found = deaths("init_process_group", 17, (0,) * 17, seed=0, victims=[0])
+    assert not found.bad, "\n".join([f"{len(found.bad)} of {found.deaths} deaths:", *found.bad[:5]])
+    assert found.deaths > 6 and found.failed > 0 and found.unknown < found.deaths
+
+
 def test_a_wait_whose_alarm_an_earlier_one_has_used_up_sees_the_death() -> None:
     """A survivor of three saw it when another one left, after 10 s."""
     check("shrink_group", 3, (0, 0, 0), seed=0)

@@ -202,7 +202,7 @@ def _exchange_endpoints(
     timeout: float | None = None,
     segment: bytes = b"",
     operation: str = "init_process_group",
-) -> list[RankEndpoint]:
+) -> Sequence[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks.
 
     In a large group, rank 0 alone reads each of them, and publishes all as one value: if each rank read and checked the
@@ -215,12 +215,12 @@ def _exchange_endpoints(
     limit = store.timeout if timeout is None else timedelta(seconds=timeout)
     try:
         if len(members) <= MAX_PREPARED_RANKS:
-            values = store.wait_get(keys, limit, own)
-        elif rank:
-            values = _unpacked(*store.wait_get([_ALL_ENDPOINTS], limit, own))
-        else:
-            values = store.wait_get(keys, limit, own)
-            store.set(_ALL_ENDPOINTS, b"".join(_LENGTH.pack(len(value)) + value for value in values))
+            return _endpoints(store.wait_get(keys, limit, own))
+        if rank:
+            return _unpacked(*store.wait_get([_ALL_ENDPOINTS], limit, own))
+        packed = b"".join(_LENGTH.pack(len(value)) + value for value in store.wait_get(keys, limit, own))
+        store.set(_ALL_ENDPOINTS, packed)
+        return _unpacked(packed)
     except StoreTimeoutError as error:
         # If all have published, rank 0 has not read it.
         absent = [r for r, key in enumerate(keys) if not store.check([key])] or [0]
@@ -228,20 +228,24 @@ def _exchange_endpoints(
             f"{operation} on {rank_names([rank], members)}: {rank_names(absent, members)} of {len(members)} did not "
             f"join in time. Every member has to create the group."
         ).naming(members[r] for r in absent) from error
-    return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
 
 
 _ALL_ENDPOINTS, _LENGTH = "endpoints", struct.Struct("<I")
 
 
-def _unpacked(packed: bytes) -> list[bytes]:
-    """Return the values that rank 0 has published as one."""
+def _endpoints(values: Sequence[bytes]) -> tuple[RankEndpoint, ...]:
+    return tuple(RankEndpoint(*value.rsplit(b"|", 2)) for value in values)
+
+
+@lru_cache(maxsize=1)
+def _unpacked(packed: bytes) -> tuple[RankEndpoint, ...]:
+    """Return the endpoints that rank 0 has published as one value. Ranks that are threads of one process share them."""
     values, at = [], 0
     while at < len(packed):
         begin = at + _LENGTH.size
         at = begin + _LENGTH.unpack_from(packed, at)[0]
         values.append(packed[begin:at])
-    return values
+    return _endpoints(values)
 
 
 @lru_cache(maxsize=1)
