@@ -26,7 +26,6 @@ from torchdist_ref.simulation.faults import Cut, EndHost, Fault, Kill, check_job
 from torchdist_ref.simulation.job_workers import JobWorkers, SimulatedAttempt, SimulatedWorkers
 from torchdist_ref.simulation.network import Network
 from torchdist_ref.simulation.one_run import OneRun
-from torchdist_ref.simulation.scheduler import Task
 
 _PORT = 29400
 _SECRET = bytes(32)
@@ -126,16 +125,6 @@ class OneJob(OneRun):
         self.lines.append((self.scheduler.now, host, text))
 
     # The plan
-
-    def _step(self, task: Task) -> None:
-        super()._step(task)
-        for fault in self.faults:
-            if (
-                isinstance(fault, EndHost)
-                and fault.operation == self.operations[task.owner]
-                and fault.host == task.owner
-            ):
-                self._apply(fault)
 
     def _apply(self, fault: Fault) -> None:
         self._came.append(fault)

@@ -125,6 +125,8 @@ class OneRun:
         self.deadlock = ""
         self._steps, self._seen_steps, self._since = 0, -1, real_monotonic()
         self._activity = -1
+        self._next_collection = self._next_full_collection = _STEPS_PER_COLLECTION
+        self._planned: dict[tuple[int, int], list[Fault]] = {}
         self._came: list[Fault] = []
 
     # The run
@@ -163,6 +165,9 @@ class OneRun:
             for fault in self.faults:
                 if fault.at is not None:
                     scheduler.at(fault.at, partial(self._apply, fault))
+                else:
+                    rank = fault.host if isinstance(fault, EndHost) else fault.ranks[0]
+                    self._planned.setdefault((rank, fault.operation), []).append(fault)
             if self.timeout is not None:
                 scheduler.at(self.timeout, scheduler.stop_run)
             try:
@@ -227,13 +232,21 @@ class OneRun:
 
     def _step(self, task: Task) -> None:
         rank = task.owner
-        self.operations[rank] += 1
+        self.operations[rank] = number = self.operations[rank] + 1
         self._steps += 1
-        if not self._steps % _STEPS_PER_COLLECTION:
-            gc.collect()
-        for fault in self.faults:
-            if fault.operation == self.operations[rank] and fault.ranks[:1] == (rank,):
+        if self._steps == self._next_collection:
+            self._collect()
+        if self._planned:
+            for fault in self._planned.get((rank, number), ()):
                 self._apply(fault)
+
+    def _collect(self) -> None:
+        """Collect what has become garbage since the last time; everything when a run has become twice as long."""
+        is_full = self._steps >= self._next_full_collection
+        gc.collect(2 if is_full else 0)
+        self._next_collection += _STEPS_PER_COLLECTION
+        if is_full:
+            self._next_full_collection *= 2
 
     def _apply(self, fault: Fault) -> None:
         scheduler, rank = self.scheduler, fault.ranks[0] if fault.ranks else 0
@@ -366,9 +379,8 @@ class OneRun:
         except RankError as error:
             add_note(error, f"To repeat it: simulation.run(..., seed={self.seed})")
             raise
-        digest = f"{self.timeline.digest()[:32]}{self.scheduler.order.hexdigest()[:32]}"
         came = tuple(fault for fault in self.faults if fault in self._came)
-        facts = self.timeline, digest, self.seed, self.policy.made, self.operations, came
+        facts = self.timeline, self.scheduler.order.hexdigest(), self.seed, self.policy.made, self.operations, came
         return SimulatedRun(values, self.times, *facts, self.scheduler.switches, tuple(self.computed))
 
 

@@ -55,8 +55,8 @@ def _step() -> Task | None:
     Threads that are left when the run is over only release what they hold.
     """
     task = current_task()
-    if task is not None and not task.scheduler.is_over:
-        task.scheduler.step()
+    if task is not None and not (scheduler := task.scheduler).is_over:
+        scheduler.step_of(task)
     return task
 
 
@@ -476,12 +476,40 @@ _OF_PYTHON = (
 """Modules of Python and torch in which names are replaced, beside those of this library and of the program."""
 
 
-def _modules(programs: Sequence[ModuleType]) -> Iterator[ModuleType]:
-    for name, module in [*sys.modules.items()]:
-        if module is not None and (name in _OF_PYTHON or name.split(".")[0] == "torchdist_ref"):
-            if not name.startswith("torchdist_ref.simulation"):
-                yield module
-    yield from programs
+_LIBRARY, _SIMULATION = __name__.partition(".")[0], __name__.rpartition(".")[0]
+_found: dict[ModuleType, tuple[int, tuple[str, ...]]] = {}
+"""Names to replace in modules other than the program's, with the number of names that the module had."""
+
+
+def _modules() -> Iterator[ModuleType]:
+    """Yield the modules in which names are replaced, apart from the program's."""
+    own = [name for name in sys.modules if name.startswith(_LIBRARY) and not name.startswith(_SIMULATION)]
+    for name in (*_OF_PYTHON, *own):
+        if (module := sys.modules.get(name)) is not None:
+            yield module
+
+
+def _names(module: ModuleType) -> tuple[str, ...]:
+    """Return the names of a module that hold a function to replace, or are called like one."""
+    return tuple(name for name, value in vars(module).items() if id(value) in _FUNCTION_IDS or name in _FUNCTION_NAMES)
+
+
+def _places(programs: Sequence[ModuleType]) -> Iterator[tuple[ModuleType, str]]:
+    """Yield modules and the names of theirs to replace, if they hold such a function now.
+
+    To look at each name of 180 modules would take longer than the ranks of a small world need to start. So a module
+    is looked at again only when it has more names or fewer.
+    """
+    for module in _modules():
+        found = _found.get(module)
+        if found is None or found[0] != len(vars(module)):
+            found = _found[module] = len(vars(module)), _names(module)
+        for name in found[1]:
+            yield module, name
+    for module in programs:
+        if module not in _found:
+            for name in _names(module):
+                yield module, name
 
 
 @contextmanager
@@ -498,10 +526,9 @@ def installed(programs: Sequence[ModuleType] = ()) -> Iterator[None]:
         setattr(where, name, value)
 
     try:
-        for module in dict.fromkeys(_modules(programs)):
-            for name, value in [*vars(module).items()]:
-                if isinstance(value, _REPLACEABLE) and (other := _FUNCTIONS.get(value)) is not None:
-                    replace(module, name, other)
+        for module, name in _places(programs):
+            if id(value := vars(module).get(name)) in _FUNCTION_IDS:
+                replace(module, name, _FUNCTIONS[value])
         for owner, name, value in _METHODS:
             replace(owner, name, value)
         for path, seconds in _SLICES.items():
@@ -523,4 +550,5 @@ def _forget_workers() -> None:
             del workers[thread]
 
 
-_REPLACEABLE = tuple({type(function) for function in _FUNCTIONS})
+_FUNCTION_IDS = frozenset(map(id, _FUNCTIONS))
+_FUNCTION_NAMES = frozenset(function.__name__ for function in _FUNCTIONS)

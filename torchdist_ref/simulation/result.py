@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torchdist_ref.ranks.outcomes import RankError
@@ -27,7 +28,7 @@ class SimulatedRun:
         values: Result of the program on each rank; None for a rank that the plan has killed.
         times: Virtual time at which each rank returned, in seconds.
         timeline: What happened when.
-        digest: Text that two runs share if and only if they had the same order of events and the same times.
+        order: Digest of the order in which the ranks ran.
         seed: Seed of the run.
         decisions: Decisions that differed from the plain order; `run` repeats them.
         operations: Number of operations of each rank that others could notice, as `Kill` counts them.
@@ -40,13 +41,18 @@ class SimulatedRun:
     values: list[Any]
     times: list[float]
     timeline: Timeline
-    digest: str
+    order: str = field(repr=False)
     seed: int
     decisions: dict[int, int] = field(repr=False)
     operations: list[int]
     faults: tuple[Fault, ...] = ()
     switches: int = 0
     computed: tuple[float, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Text that two runs share if and only if they had the same order of events and the same times."""
+        return f"{self.timeline.digest()[:32]}{self.order[:32]}"
 
     @property
     def seconds(self) -> float:

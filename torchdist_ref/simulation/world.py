@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchdist_ref.processes.identity import simulated_place
 from torchdist_ref.simulation.charges import charged
 from torchdist_ref.simulation.network import Wires
 from torchdist_ref.simulation.primitives import SimulatedSemaphore
-from torchdist_ref.simulation.scheduler import Scheduler, current_task
+from torchdist_ref.simulation.scheduler import Scheduler
 from torchdist_ref.simulation.timeline import Timeline
 from torchdist_ref.transports import selection
 from torchdist_ref.transports.base import Range, Semaphore
@@ -156,6 +157,7 @@ class SimulatedSegment:
 
     Attributes:
         owners: As the argument.
+        hosts: Host of each rank of the group.
         buffer: The memory. Untouched pages use none.
     """
 
@@ -163,6 +165,7 @@ class SimulatedSegment:
         self.world, self.layout, self.owners = world, layout, tuple(owners)
         self.buffer = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self.bytes = memoryview(self.buffer)
+        self.hosts = tuple(world.wires.hosts[owner] for owner in owners)
         self.groups_of_hosts: dict[int, list[int]] = {}
         for rank, owner in enumerate(owners):
             self.groups_of_hosts.setdefault(world.wires.hosts[owner], []).append(rank)
@@ -202,6 +205,66 @@ class SimulatedSegment:
         return found
 
 
+class SimulatedSignal:
+    """Posts of a semaphore by one rank to another, each of which arrives with the bytes that it announces.
+
+    Args:
+        shared: Memory of the group.
+        semaphore: The semaphore.
+        kind: Kind of the semaphore.
+        rank: Rank of the group that posts.
+        target: Rank of the group that receives the bytes.
+        ranges: Offset and size of each piece of memory that the post announces.
+    """
+
+    __slots__ = ("_alarms", "_nbytes", "_owner", "_rank", "_release", "_row", "_shared", "_shown", "_target", "_to")
+
+    def __init__(
+        self,
+        shared: SimulatedSegment,
+        semaphore: Semaphore,
+        kind: str,
+        rank: int,
+        target: int,
+        ranges: Sequence[Range],
+    ) -> None:
+        self._shared, self._rank, self._target = shared, rank, target
+        self._owner, self._to = shared.owners[rank], shared.owners[target]
+        end_of_rows, at = shared.layout.status_row(len(shared.owners)), shared.layout.status_row(rank)
+        # Rows of the status table are announcements; what lies behind them are data.
+        self._nbytes = sum(size for offset, size in ranges if offset >= end_of_rows)
+        self._shown = max((size for offset, size in ranges if offset == at), default=0)
+        self._row = shared.row_memory(rank, rank)
+        self._release, self._alarms = semaphore.release, kind == "status"
+
+    def post(self) -> None:
+        """Post the semaphore: the other rank receives it, and the bytes, when the network has carried them."""
+        world, source, to, nbytes = self._shared.world, self._owner, self._to, self._nbytes
+        scheduler = world.scheduler
+        scheduler.step()
+        content = bytes(self._row[: self._shown]) if self._shown else b""
+        task, now = scheduler.current, scheduler.now
+        arrival = world.wires.arrival(now, source, to, nbytes, 0.0 if task is None else task.uncached)
+        if nbytes:
+            world.record(source, "sent", to, nbytes, arrival)
+        if arrival > now:
+            scheduler.at(arrival, partial(self._arrive, content))
+        else:
+            self._arrive(content)
+
+    def _arrive(self, content: bytes) -> None:
+        shared = self._shared
+        world = shared.world
+        if world.wires.is_cut(self._owner, self._to):
+            world.held.append((self._owner, self._to, partial(self._arrive, content)))
+            return
+        if content:
+            shared.row_memory(self._rank, self._target)[: self._shown] = content
+        if self._alarms:
+            world.scheduler.alarm(self._to)
+        self._release()
+
+
 class SimulatedEnd(CommonSegment):
     """One rank's access to the memory of a group.
 
@@ -232,38 +295,7 @@ class SimulatedEnd(CommonSegment):
         self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
     ) -> Callable[[], Any]:
         """See `Segment.make_signal`. The semaphore is posted when the bytes have arrived."""
-        shared, world, rank = self.shared, self.shared.world, self._rank
-        scheduler, wires, source, to = world.scheduler, world.wires, shared.owners[rank], shared.owners[target]
-        end_of_rows, at = shared.layout.status_row(len(shared.owners)), shared.layout.status_row(rank)
-        # Rows of the status table are announcements; what lies behind them are data.
-        nbytes = sum(size for offset, size in ranges if offset >= end_of_rows)
-        shown = max((size for offset, size in ranges if offset == at), default=0)
-        row, release, alarm = self._row, semaphore.release, kind == "status"
-
-        def post() -> None:
-            scheduler.step()
-            content = bytes(row[:shown]) if shown else b""
-
-            def arrive() -> None:
-                if wires.is_cut(source, to):
-                    world.held.append((source, to, arrive))
-                    return
-                if shown:
-                    shared.row_memory(rank, target)[:shown] = content
-                if alarm:
-                    scheduler.alarm(to)
-                release()
-
-            task = current_task()
-            arrival = wires.arrival(scheduler.now, source, to, nbytes, 0.0 if task is None else task.uncached)
-            if nbytes:
-                world.record(source, "sent", to, nbytes, arrival)
-            if arrival > scheduler.now:
-                scheduler.at(arrival, arrive)
-            else:
-                arrive()
-
-        return post
+        return SimulatedSignal(self.shared, semaphore, kind, self._rank, target, ranges).post
 
     def publish_row(self, layout: SegmentLayout, rank: int) -> None:
         """See `Segment.publish_row`. To few ranks it is a message each, which the plan's faults may come between."""
@@ -315,24 +347,24 @@ class SimulatedLiveness:
 def connect(world: SimulatedWorld, group: selection.GroupEndpoints) -> Link:
     """Connect a rank to the others of its group, as `transports.selection.Transport.connect`."""
     rank, members = group.rank, group.members
-    owners = tuple(int(endpoint.process) - FIRST_PID for endpoint in group.endpoints)
-    hosts = tuple(world.wires.hosts[owner] for owner in owners)
-    # The windows of the real transports: the times of copies and messages depend on them.
-    window = window_for(len(members)) if len(set(hosts)) == 1 else WINDOW_BYTES
-    layout = SegmentLayout(len(members), window=window, cells=CELLS, mailbox_bytes=0)
     if rank:
         segment = world.segments[group.store.get("segment").decode()]
     else:
+        owners = tuple(int(endpoint.process) - FIRST_PID for endpoint in group.endpoints)
+        # The windows of the real transports: the times of copies and messages depend on them.
+        one_host = len({world.wires.hosts[owner] for owner in owners}) == 1
+        window = window_for(len(members)) if one_host else WINDOW_BYTES
+        layout = SegmentLayout(len(members), window=window, cells=CELLS, mailbox_bytes=0)
         key = f"{group.name}, {len(world.segments)}"
         segment = world.segments[key] = SimulatedSegment(world, layout, owners)
         group.store.set("segment", key)
-    end = SimulatedEnd(segment, rank)
+    end, layout, owners = SimulatedEnd(segment, rank), segment.layout, segment.owners
     link = Link(end, layout, rank, members, group.name, group.timeout)
     link.spins = link.yields = 0
     link.liveness = SimulatedLiveness(world, owners)
     link.rows = end.rows()
     link.row = link.rows[rank]
-    link.hosts = hosts if len(set(hosts)) > 1 else None
+    link.hosts = segment.hosts if len(segment.groups_of_hosts) > 1 else None
     link.row.join(os.getpid())
     world.ends.setdefault(owners[rank], []).append((link, segment))
     with link.joining():
