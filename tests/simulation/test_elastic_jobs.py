@@ -132,7 +132,7 @@ def test_an_exception_of_a_worker_is_the_cause_of_the_end() -> None:
 
 
 def test_too_few_hosts_end_the_job() -> None:
-    with pytest.raises(RankError, match=r"2 of 3 hosts \(--nnodes\) are there .*lost: host-1.* within 600 s"):
+    with pytest.raises(RankError, match=r"2 of 3 hosts \(--nnodes\) have joined .*lost: host-1.* within 600 s"):
         job(EndHost(host=1, at=0.5), min_hosts=3)
     with pytest.raises(RankError, match="all hosts have ended"):
         job(EndHost(host=0, at=0.5), hosts=1, min_hosts=1)
