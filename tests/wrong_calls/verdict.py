@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from tests.wrong_calls.execution import Attempt
+from tests.wrong_calls.execution import TIMEOUT, Attempt
 from tests.wrong_calls.table import Kind, Row
 
-LONGEST_SECONDS = 1.0
-LATE = " took "
 # Ids of errors whose messages do not tell them from those of another entry.
 AS_GOOD = {
     "orders-of-threads-differ": {"calls-differ"},
@@ -33,8 +31,9 @@ def representative(kind: Kind, outcomes: Sequence[Attempt]) -> Attempt | None:
 def _faults(kind: Kind, row: Row, outcomes: Sequence[Attempt]) -> Iterator[str]:
     accepted = {kind.error, *kind.others}
     for rank, found in enumerate(outcomes):
-        if found.seconds > LONGEST_SECONDS:
-            yield f"rank {rank}{LATE}{found.seconds:.1f} s"
+        # A wrong call is refused at once. One that waits in vain for the other rank ends at the time-out.
+        if found.seconds >= TIMEOUT.total_seconds():
+            yield f"rank {rank} waited for the time-out: {found.seconds:.1f} s"
         if not found.kinds and not kind.partly:
             yield f"rank {rank} raised nothing"
         if found.kinds and not accepted & set(found.kinds):
