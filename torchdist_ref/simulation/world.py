@@ -217,7 +217,18 @@ class SimulatedSignal:
         ranges: Offset and size of each piece of memory that the post announces.
     """
 
-    __slots__ = ("_alarms", "_nbytes", "_owner", "_rank", "_release", "_row", "_shared", "_shown", "_target", "_to")
+    __slots__ = (
+        "_alarms",
+        "_nbytes",
+        "_owner",
+        "_rank",
+        "_release",
+        "_row",
+        "_shared",
+        "_shown",
+        "_target",
+        "_target_owner",
+    )
 
     def __init__(
         self,
@@ -229,7 +240,7 @@ class SimulatedSignal:
         ranges: Sequence[Range],
     ) -> None:
         self._shared, self._rank, self._target = shared, rank, target
-        self._owner, self._to = shared.owners[rank], shared.owners[target]
+        self._owner, self._target_owner = shared.owners[rank], shared.owners[target]
         end_of_rows, at = shared.layout.status_row(len(shared.owners)), shared.layout.status_row(rank)
         # Rows of the status table are announcements; what lies behind them are data.
         self._nbytes = sum(size for offset, size in ranges if offset >= end_of_rows)
@@ -239,7 +250,7 @@ class SimulatedSignal:
 
     def post(self) -> None:
         """Post the semaphore: the other rank receives it, and the bytes, when the network has carried them."""
-        world, source, to, nbytes = self._shared.world, self._owner, self._to, self._nbytes
+        world, source, to, nbytes = self._shared.world, self._owner, self._target_owner, self._nbytes
         scheduler = world.scheduler
         scheduler.step()
         content = bytes(self._row[: self._shown]) if self._shown else b""
@@ -255,13 +266,13 @@ class SimulatedSignal:
     def _arrive(self, content: bytes) -> None:
         shared = self._shared
         world = shared.world
-        if world.wires.is_cut(self._owner, self._to):
-            world.held.append((self._owner, self._to, partial(self._arrive, content)))
+        if world.wires.is_cut(self._owner, self._target_owner):
+            world.held.append((self._owner, self._target_owner, partial(self._arrive, content)))
             return
         if content:
             shared.row_memory(self._rank, self._target)[: self._shown] = content
         if self._alarms:
-            world.scheduler.alarm(self._to)
+            world.scheduler.alarm(self._target_owner)
         self._release()
 
 
