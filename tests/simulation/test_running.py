@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import queue
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -546,3 +548,26 @@ def test_a_run_draws_itself_and_is_a_table() -> None:
 
 def test_the_runner_of_tests_has_simulated_ranks() -> None:
     assert run_for_real(every_collective, 3, ranks="simulated", seeds=3) == run_for_real(every_collective, 3)
+
+
+def test_a_run_collects_its_own_garbage() -> None:
+    """Else the next run would put it off: objects that are there before a run are left alone in it, and long after."""
+
+    class Node:
+        own: Node
+
+    made: list[weakref.ref[Node]] = []
+
+    def program(rank: int) -> None:
+        node = Node()
+        node.own = node
+        made.append(weakref.ref(node))
+
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        simulation.run(program, 2)
+        assert [each() for each in made] == [None, None]
+    finally:
+        if enabled:
+            gc.enable()

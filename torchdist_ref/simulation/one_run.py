@@ -437,6 +437,8 @@ def _collected_at_fixed_points() -> Iterator[None]:
     try:
         yield
     finally:
+        # Now, while only objects of this run are looked at: the next freeze would put off its garbage for long.
+        gc.collect()
         gc.unfreeze()
         if enabled:
             gc.enable()
