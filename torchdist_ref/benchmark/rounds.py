@@ -25,6 +25,7 @@ from time import monotonic, perf_counter, process_time, sleep, thread_time
 from typing import Any, TypeVar
 
 import torchdist_ref
+from torchdist_ref.processes.linux_calls import memfd_create
 
 # The library that is measured: this checkout's, or another.
 library: Any = torchdist_ref
@@ -290,7 +291,7 @@ class RankContext:
 
     def shared_memory(self, nbytes: int) -> memoryview:
         """Return new memory that all ranks of this side share, page-aligned and zero at first."""
-        descriptor = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
+        descriptor = memfd_create("torchdist_ref")
         os.ftruncate(descriptor, nbytes)
         with open(self.exchange(f"/proc/{os.getpid()}/fd/{descriptor}")[0], "r+b") as file:
             memory = mmap.mmap(file.fileno(), nbytes)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from torchdist_ref.processes.control import fork_without_garbage
 from torchdist_ref.processes.failure_record import LAUNCH_ID
+from torchdist_ref.processes.linux_calls import pidfd_open
 
 MARK = LAUNCH_ID
 _PR_SET_CHILD_SUBREAPER = 36
@@ -121,7 +122,7 @@ class Guard:
     """
 
     def __init__(self, mark: str, folder: str = "") -> None:
-        launcher = os.pidfd_open(os.getpid())
+        launcher = pidfd_open(os.getpid())
         try:
             self.pid = fork_without_garbage()
             if self.pid == 0:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.processes.control import signal_name
+from torchdist_ref.processes.linux_calls import pidfd_open, pidfd_send_signal
 
 ENABLED, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 _Key = tuple[int, str]
@@ -107,7 +108,7 @@ class TimerServer:
         self._drop(key)
         if expires >= 0:
             with contextlib.suppress(ProcessLookupError):
-                self._timers[key] = expires, signum, os.pidfd_open(key[0])
+                self._timers[key] = expires, signum, pidfd_open(key[0])
 
     def _drop(self, key: _Key) -> None:
         if (timer := self._timers.pop(key, None)) is not None:
@@ -119,6 +120,6 @@ class TimerServer:
         for (pid, scope), (_, signum, process) in late.items():
             if signum > 0:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(process, signum)
+                    pidfd_send_signal(process, signum)
                     self._log(f"the timer {scope!r} of process {pid} has expired: sent {signal_name(signum)}")
             self._drop((pid, scope))

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from torchdist_ref.membership.events import ENDED, EXITED, KILLED, REPLACED, Ending
+from torchdist_ref.processes.linux_calls import pidfd_open
 from torchdist_ref.processes.witness import is_gone
 
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
@@ -51,7 +52,7 @@ def share_pidfd(pid: int) -> int:
         shared = _descriptors.get(pid)
         # Once a process has ended, its number may be another's.
         if shared is None or _has_ended(shared):
-            shared = _descriptors[pid] = os.pidfd_open(pid)
+            shared = _descriptors[pid] = pidfd_open(pid)
             _users[shared] = 0
         _users[shared] += 1
         return shared

@@ -38,6 +38,7 @@ from torchdist_ref.errors import ArgumentError, DistError, explain
 from torchdist_ref.notebook import rank as rank_side
 from torchdist_ref.notebook.output import OutputReader
 from torchdist_ref.processes import control as processes
+from torchdist_ref.processes.linux_calls import pidfd_open
 
 METHODS = ("fork", "spawn")
 _PRELOAD = ("torch", "torch.distributed", "torchdist_ref.groups")
@@ -236,7 +237,7 @@ class _ServerLoop:
 
     def run(self, kernel: int) -> None:
         """Serve until the kernel ends; then kill all ranks."""
-        self._selector.register(os.pidfd_open(kernel), selectors.EVENT_READ, self._on_kernel_end)
+        self._selector.register(pidfd_open(kernel), selectors.EVENT_READ, self._on_kernel_end)
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_request)
         try:
             while True:

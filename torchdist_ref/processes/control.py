@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import IO, Any, NoReturn
 
+from torchdist_ref.processes.linux_calls import pidfd_open
+
 _PR_SET_PDEATHSIG = 1
 # Looked up before any fork: the child of a multi-threaded process should do as little as possible.
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
@@ -64,7 +66,7 @@ class Child:
     @cached_property
     def descriptor(self) -> int:
         """Pidfd of the process: readable once the process has ended."""
-        return os.pidfd_open(self.pid)
+        return pidfd_open(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end of the process without reaping it, unless it has been reaped.

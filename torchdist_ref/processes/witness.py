@@ -9,7 +9,10 @@ program's *witness*. Do not add ends of processes here (`membership.peer_process
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
+
+from torchdist_ref.processes.linux_calls import memfd_create
 
 _BITS = 32
 _PF_EXITING = 4
@@ -29,9 +32,9 @@ def own_witness() -> int:
     >>> is_gone(os.getpid(), own_witness())
     False
     """
-    if not hasattr(os, "memfd_create"):
+    if sys.platform != "linux":
         return 0
-    fd = os.memfd_create("torchdist_ref witness", os.MFD_CLOEXEC)
+    fd = memfd_create("torchdist_ref witness")
     witness = fd << _BITS | _low(os.fstat(fd).st_ino)
     if is_gone(os.getpid(), witness):
         # There is no /proc, or it shows other numbers.

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.processes.forks import close_copies_in_child
+from torchdist_ref.processes.linux_calls import TCP_NOTSENT_LOWAT
 from torchdist_ref.transports.base import Range
 
 _HEADER = struct.Struct("<BBI")
@@ -159,7 +160,7 @@ class MeshConnection:
 
     def report_deliveries(self) -> None:
         """From now on, poll as writable only while the peer's host has been sent all bytes."""
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1)
+        self.sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, 1)
 
     def discard(self) -> bool:
         """Discard some of the available bytes; return False at the end of the stream. No `receive` may follow."""

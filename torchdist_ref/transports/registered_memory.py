@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import DistBackendError, advice_on_limit
+from torchdist_ref.processes.linux_calls import memfd_create
 from torchdist_ref.transports.segment import open_peer_descriptor
 
 MAX_MAPPED_REGIONS = 64
@@ -87,7 +88,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.fd = os.memfd_create("torchdist_ref registered", os.MFD_CLOEXEC)
+        self.fd = memfd_create("torchdist_ref registered")
         self.regions: dict[int, tuple[int, int]] = {}
         self.changes = 0
         self._end = 0
@@ -113,7 +114,7 @@ _arena_lock = threading.Lock()
 
 def available() -> bool:
     """Return whether this platform supports registered memory."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    return sys.platform == "linux"
 
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:

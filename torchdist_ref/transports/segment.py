@@ -44,6 +44,7 @@ from weakref import WeakValueDictionary
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
 from torchdist_ref.membership.peer_processes import PeerProcesses
+from torchdist_ref.processes.linux_calls import memfd_create
 from torchdist_ref.processes.witness import own_witness
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import DirectPath, Range, Semaphore
@@ -614,7 +615,7 @@ def _sem_init() -> Callable[[int, int, int], int]:
 
 def unavailable_reason() -> str:
     """Return the reason why this platform has no shared memory; empty if it has."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+    if sys.platform != "linux":
         return f"shared memory needs Linux 5.3 or later (memfd, pidfd), and this is {sys.platform}"
     return ""
 
@@ -622,7 +623,7 @@ def unavailable_reason() -> str:
 @contextmanager
 def created_segment(layout: SegmentLayout) -> Iterator[tuple[SharedMemorySegment, bytes]]:
     """Create a segment, and yield it with its handle. The handle is valid until the context ends."""
-    fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
+    fd = memfd_create("torchdist_ref")
     try:
         os.ftruncate(fd, layout.nbytes)
         segment = SharedMemorySegment(fd, layout.nbytes)
