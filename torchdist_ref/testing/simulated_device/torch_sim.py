@@ -72,6 +72,11 @@ def init() -> None:
     """Do nothing: there is nothing to initialize."""
 
 
+# torch calls it before the first operation. torch 2.11 takes a device without it for one that was never used, and does
+# not wait for it in torch.accelerator.synchronize.
+_lazy_init = init
+
+
 def _is_in_bad_fork() -> bool:
     return bool(ops().in_bad_fork())
 
