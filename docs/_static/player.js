@@ -5,7 +5,8 @@
 // Do not add here: anything that knows an algorithm.
 (() => {
   const BUFFERS = ["data", "in", "out", "tmp"], WIDTH = 8;
-  const LEAST_CELL = 4, MIN_CELL = 20, MAX_CELL = 150, HEIGHT = 26, LINE = 29, GAP = 8, NAME = 74, TOP = 22;
+  const LEAST_CELL = 4, MIN_CELL = 20, MAX_CELL = 150;
+  const HEIGHT = 26, LINE = 29, GAP = 8, NAME = 74, TOP = 22;
   const ROUND_MS = 1100, PAUSE_MS = 450, REPEAT_MS = 2600;
   const { simulate, seconds, bytes } = torchdistSchedules;
   const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -168,7 +169,8 @@
       const width = this.stage.clientWidth - NAME, gaps = GAP * (shown.length - 1);
       const beside = (width - gaps) / sum >= MIN_CELL, most = Math.min(16, Math.max(...shown));
       // A hidden player has no width; it is drawn again when it is shown.
-      this.cell = Math.min(MAX_CELL, Math.max(LEAST_CELL, beside ? (width - gaps) / sum : width / most));
+      const fits = beside ? (width - gaps) / sum : width / most;
+      this.cell = Math.min(MAX_CELL, Math.max(LEAST_CELL, fits));
       Object.assign(this, { places: new Map(), names: [] });
       let y = beside ? TOP : 4;
       used.forEach((buffers, rank) => {

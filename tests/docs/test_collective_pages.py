@@ -98,7 +98,7 @@ def test_the_workbench_accepts_a_ring_and_times_it() -> None:
 def test_the_workbench_names_the_wrong_slot() -> None:
     wrong = workbench.START.replace("reduce=True", "reduce=step > 0")
     found = json.loads(workbench_run.examine(wrong, "all_reduce", "4", "4", "one host"))
-    assert not found["right"] and "result: rank 0, data[0], at the end" in found["said"]
+    assert not found["right"] and "result: rank 0, data[0]: round 1, move 1.data[0]" in found["said"]
     assert {slot for slot, _ in found["wrong"]} == {f"{rank}.0.{chunk}" for rank in range(4) for chunk in range(4)}
     assert "… and 12 more" in found["said"]
     assert "line 3: ZeroDivisionError" in workbench_run.examine("\n\n1 / 0", "all_reduce", "4", "4", "one host")

@@ -259,7 +259,7 @@ def test_an_agent_of_another_job_is_answered_too(meeting: Meeting, caplog: pytes
     authenticate(store, SECRET, "host-1", "there", 30.0)
     store.close()
     [refused] = [line for line in caplog.messages if "token" in line]
-    assert refused.startswith("refused an agent") and "TORCHDIST_REF_TOKEN_FILE on all hosts" in refused
+    assert refused.startswith("refused a connection") and "same secret in TORCHDIST_REF_TOKEN_FILE" in refused
 
 
 def test_each_question_is_new() -> None:

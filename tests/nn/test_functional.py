@@ -286,4 +286,4 @@ def test_a_rank_whose_input_needs_no_gradient_is_explained() -> None:
 
     notes, others = run(program, 2)
     assert len(notes) == 2 and notes[1:] == others == ["See: calls-differ"]
-    assert "backward pass of nn.functional's AllReduce" in notes[0] and "does not require a gradient" in notes[0]
+    assert "backward pass of nn.functional's AllReduce" in notes[0] and "requires no gradient" in notes[0]
