@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.membership import peer_processes
 from torchdist_ref.membership.peer_processes import PeerProcesses
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, run
@@ -91,7 +92,7 @@ def test_processes_that_cannot_all_be_watched_leave_no_descriptor(monkeypatch: p
         opened.append(original(pid) if not opened else at_the_limit())
         return opened[-1]
 
-    monkeypatch.setattr(os, "pidfd_open", open_one)
+    monkeypatch.setattr(peer_processes, "pidfd_open", open_one)
     before = open_descriptors()
     with pytest.raises(OSError, match="Too many open files"):
         PeerProcesses({0: os.getpid(), 1: os.getppid()})
