@@ -161,9 +161,7 @@ def _advice_on_address(server: ServerAddress) -> str:
     host = server.host
     if server.resolved and all(map(addresses.is_loopback, server.resolved)):
         at = "" if addresses.is_loopback(host) else f"is {', '.join(server.resolved)} here, which "
-        return (
-            f"{host} {at}is this host itself: if rank 0 runs on another host, set MASTER_ADDR to that host's address."
-        )
+        return f"{host} {at}is this host itself: if rank 0 runs on another host, set MASTER_ADDR to its address."
     if not server.resolved or host.partition("%")[0] in server.resolved:
         return ""
     return (
