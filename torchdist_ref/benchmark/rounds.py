@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
@@ -25,7 +26,6 @@ from time import monotonic, perf_counter, process_time, sleep, thread_time
 from typing import Any, TypeVar
 
 import torchdist_ref
-from torchdist_ref.processes.linux_calls import memfd_create
 
 # The library that is measured: this checkout's, or another.
 library: Any = torchdist_ref
@@ -291,12 +291,12 @@ class RankContext:
 
     def shared_memory(self, nbytes: int) -> memoryview:
         """Return new memory that all ranks of this side share, page-aligned and zero at first."""
-        descriptor = memfd_create("torchdist_ref")
-        os.ftruncate(descriptor, nbytes)
-        with open(self.exchange(f"/proc/{os.getpid()}/fd/{descriptor}")[0], "r+b") as file:
-            memory = mmap.mmap(file.fileno(), nbytes)
-        self.exchange(None)
-        os.close(descriptor)
+        # Not the library's memfd_create: an older checkout that is measured has none.
+        with tempfile.TemporaryFile(dir="/dev/shm") as mine:
+            os.posix_fallocate(mine.fileno(), 0, nbytes)
+            with open(self.exchange(f"/proc/{os.getpid()}/fd/{mine.fileno()}")[0], "r+b") as file:
+                memory = mmap.mmap(file.fileno(), nbytes)
+            self.exchange(None)
         return memoryview(memory)
 
     def wait(self) -> None:
