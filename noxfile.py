@@ -153,7 +153,8 @@ def tests(session: nox.Session) -> None:
     build = [PYTHON, "-m", "torchdist_ref.testing.simulated_device"]
     subprocess.Popen(build, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # Most tests wait for ranks more than they compute: a second worker uses the time. A chosen few need none.
-    workers = [] if session.posargs else ["-n", "2", "--dist", "loadfile"]
+    # Those of types run in `types`, where mypy has read torch already.
+    workers = [] if session.posargs else ["-n", "2", "--dist", "loadfile", "--ignore=tests/typed"]
     call(session, "-m", "pytest", *workers, "-m", MARKS, *session.posargs)
 
 
@@ -275,10 +276,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Types: mypy, strict, on the package."""
-    set_up(session, 3)
-    with step(session, 3, 3, "mypy --strict"):
+    """Types: mypy, strict, on the package; mypy and pyright on programs of users, right and wrong."""
+    set_up(session, 4)
+    with step(session, 3, 4, "mypy --strict"):
         call(session, "-m", "mypy")
+    session.log("[4/4] running the tests of types")
+    call(session, "-m", "pytest", "-q", "tests/typed")
 
 
 @nox.session(venv_backend="none")

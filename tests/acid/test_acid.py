@@ -161,6 +161,7 @@ def test_a_launcher_that_fails_is_one_fact(run: Run, tmp_path: Path, monkeypatch
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.long
 def test_ranks_of_a_launcher_that_hang_or_die_are_named(run: Run, python_with_torch: str, tmp_path: Path) -> None:
     """A launcher in three lines, which starts two ranks and waits for them."""
     script = tmp_path / "launcher"

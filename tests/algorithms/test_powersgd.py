@@ -197,7 +197,7 @@ def _without_scalars() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize("r", [2, *(pytest.param(r, marks=pytest.mark.long) for r in (1, 4))])
 def test_twenty_steps_equal_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
     """Every option at rank 2; at the others those that the rank concerns."""
     ways = WAYS if r == 2 else [{}, {"min_compression_rate": 12}]

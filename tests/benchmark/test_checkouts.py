@@ -248,6 +248,7 @@ def test_error_of_the_first_rank_is_the_one_that_is_shown(tmp_path: Path) -> Non
 
 
 # mpiexec starts Pythons of its own, which import torch: seconds.
+@pytest.mark.long
 @pytest.mark.skipif("mpi4py" not in available(["mpi4py"])[0], reason="there is no MPI")
 def test_error_of_an_mpi_rank_names_it() -> None:
     settings = Namespace(backends=["mpi4py"], device="cpu", window=4096, ops=["gossip"], sizes=[4])

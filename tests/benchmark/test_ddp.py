@@ -31,6 +31,7 @@ def test_hooks_on_every_side(hooks: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "excess ref / torch" in table and "powersgd-4" in table
 
 
+@pytest.mark.long
 def test_memory_of_each_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main([*BRIEF, "--hooks", "none", "--memory", "--json", str(out)]) == 0

@@ -234,6 +234,7 @@ def test_transformer_is_causal() -> None:
     assert same.tolist() == [True] * 6 + [False] * 4
 
 
+@pytest.mark.long
 def test_both_tasks_learn() -> None:
     def program(rank: int) -> list[tuple[float, float]]:
         found = []
@@ -358,6 +359,7 @@ def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "out.json", tmp_path / "plot.svg", tmp_path / "steps.svg"]
     wanted = [
@@ -384,6 +386,7 @@ def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.Ca
     assert all("<svg" in path.read_text() for path in files[1:])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
     settings = Namespace(tasks=("digits",), backends=("ref", "gloo"), hooks=("none", "noop"), turns=2, world=2)

@@ -102,6 +102,7 @@ def test_a_backend_that_cannot_be_made_is_left_out_with_a_reason(
     assert "barrier" in printed
 
 
+@pytest.mark.long
 def test_mpi_ranks_under_mpiexec(tmp_path: Path, python_with_torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Over a second: MPI's ranks wait busily.
     # Without MPI, ref runs alone and a note has the reason.
@@ -188,6 +189,7 @@ def long_wait_for_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "SURVIVOR_SECONDS", 15.0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("long_wait_for_survivors")
 def test_faults_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine may not resume a rank within 2 s.

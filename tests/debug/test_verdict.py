@@ -680,7 +680,15 @@ IN_STORE: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_STORE)
+# Each costs its time-out, two seconds: CI has two.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "monitored_barrier",
+        "new_group of members",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("new_group", "split_group")),
+    ],
+)
 def test_a_rank_that_is_missing_in_a_call_through_the_store_is_named_with_its_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

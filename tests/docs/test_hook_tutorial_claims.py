@@ -138,6 +138,7 @@ def try_out(rank: int) -> tuple[list[int], list[float]]:
     return [names["measure"](*each, steps=4)[0] for each in made], errors
 
 
+@pytest.mark.long
 def test_the_notebooks_own_functions_find_the_bytes_and_the_order_of_errors() -> None:
     # 28 steps of the transformer on two processes: about two seconds.
     for sent, errors in run(try_out, 2, ranks="processes", timeout=90.0):

@@ -95,11 +95,11 @@ def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Ag
     check_ranks(agents.starts(3), (1, 1, 1), 0)
 
 
-# The others are in the nightly soak, and `test_the_job_goes_on_when_every_host_in_turn_has_held_the_store`.
+# The others are in the nightly soak.
 @pytest.mark.parametrize(
     "name",
     [
-        "host_cut_off_and_back",
+        pytest.param("host_cut_off_and_back", marks=pytest.mark.long),
         "store_host_leaves_and_joins",
         "store_host_cut_off_and_back",
     ],
@@ -110,6 +110,7 @@ def test_back_at_work(name: str, hosts: Sequence[namespaces.Host], tmp_path: Pat
         SCENARIOS[name](job)
 
 
+@pytest.mark.long
 def test_the_job_goes_on_when_every_host_in_turn_has_held_the_store(
     hosts: Sequence[namespaces.Host], tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_crash_loses_no_cell_that_has_ended(tmp_path: Path) -> None:
     assert events[1]["output"] == "21\n" and events[2]["number"] == 2
 
 
+@pytest.mark.long
 def test_a_cell_that_hangs_ends_the_process_with_its_stack(tmp_path: Path) -> None:
     # The limit; the cell before ends within it on a busy machine.
     notebook = written(tmp_path, "1", "import threading\ndef stuck():\n    threading.Event().wait()\nstuck()")
@@ -109,6 +110,7 @@ def test_a_cell_that_hangs_ends_the_process_with_its_stack(tmp_path: Path) -> No
     assert [event["event"] for event in Events(tmp_path / "events").read()] == ["start", "end", "start"]
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_fails_its_cell_alone(tmp_path: Path) -> None:
     # Some seconds: the time-out of the ranks. They start in the same cell, whose limit is long.
     wait = "%%spmd -n 2 --timeout 3\nimport os, threading\nif os.environ['RANK'] == '1':\n    threading.Event().wait()"

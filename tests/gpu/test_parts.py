@@ -56,6 +56,7 @@ def outcomes(part: dict[str, Any]) -> dict[str, str]:
     return {item["name"].rpartition("::")[2]: item["outcome"] for item in part["items"]}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("loaded")
 def test_a_crash_and_a_hang_cost_one_test_each(tmp_path: Path) -> None:
     # Some seconds: pytest starts three times, and one test hangs for some.
@@ -93,6 +94,7 @@ def test_a_crash_in_a_tutorial_spares_the_next(tmp_path: Path) -> None:
     assert "SIGABRT" in found["items"][1]["reason"] and found["items"][3]["output"] == "25\n"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("loaded")
 def test_a_tutorial_is_killed_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Some seconds: the limit. It counts from the end of the first cell: a busy machine needs longer to start.
@@ -239,6 +241,7 @@ def test_results_of_the_benchmark_become_rows(tmp_path: Path, monkeypatch: pytes
     assert missing == {"event": "missing", "op": "all_reduce", "backend": "other", "reason": "no such thing"}
 
 
+@pytest.mark.long
 def test_children_of_a_process_are_killed_at_its_limit() -> None:
     program = (
         "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read(); input()"

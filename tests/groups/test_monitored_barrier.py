@@ -300,6 +300,7 @@ def test_a_level_that_one_library_sets_is_the_others(first: Any, second: Any, na
     assert second.get_debug_level() == first.get_debug_level() == level
 
 
+@pytest.mark.long
 def test_the_level_of_the_environment_is_both_libraries() -> None:
     # In a new interpreter, 2 s: torch reads the variable when it is imported.
     program = "import torchdist_ref as dist; print(dist.get_debug_level().name); import torch.distributed as theirs; "

@@ -21,8 +21,8 @@ from tests.mutants.planting import FAULTS, Fault, places
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = 10
-# About two minutes on two cores.
-MOST = 110
+# Over a minute on two cores.
+MOST = 60
 
 
 def named(faults: Iterable[Fault], words: str) -> list[Fault]:

@@ -53,8 +53,8 @@ def test_a_large_change_takes_new_rows_and_a_sample_of_the_others() -> None:
 
 
 def test_over_time_every_fault_is_in_a_sample() -> None:
-    """A sample is a fifth of all faults; 50 samples leave one in a hundred thousand out."""
-    assert set(FAULTS) == {fault for turn in range(60) for fault in bounded(FAULTS, FAULTS, turn)}
+    """A sample is a tenth of all faults; 150 samples leave one in a million out."""
+    assert set(FAULTS) == {fault for turn in range(150) for fault in bounded(FAULTS, FAULTS, turn)}
 
 
 def test_a_small_change_is_taken_whole() -> None:

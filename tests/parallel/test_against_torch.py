@@ -11,6 +11,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import MODELS, forked, train
 from tests.torchs_world import start_torch
 
@@ -40,8 +41,7 @@ def beside(rank: int, world: int, name: str, options: dict[str, dict[str, Any]],
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("backend", ["ref", "gloo"])
+@pytest.mark.parametrize(("name", "backend"), covering(MODELS, ["ref", "gloo"]))
 def test_twenty_steps_on_two_ranks_equal_torchs_bits(name: str, backend: str, tmp_path: Path) -> None:
     # Two ranks add two numbers: there is one order only, so bits are equal. 20 steps of two models: a second.
     options = {"plain": OPTIONS["plain"], "views": OPTIONS["views"]}
@@ -51,7 +51,7 @@ def test_twenty_steps_on_two_ranks_equal_torchs_bits(name: str, backend: str, tm
             assert buckets >= 2
 
 
-@pytest.mark.parametrize("name", ["mlp", "convnet"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("convnet", marks=pytest.mark.long)])
 def test_every_option_equals_torch(name: str, tmp_path: Path) -> None:
     for outcomes in forked(beside, 2, 2, name, OPTIONS, 6, str(tmp_path / "meet"), backend="ref"):
         for options, (same, apart, buckets, _) in zip(OPTIONS, outcomes, strict=True):
@@ -59,7 +59,7 @@ def test_every_option_equals_torch(name: str, tmp_path: Path) -> None:
             assert buckets >= 2, options
 
 
-@pytest.mark.parametrize("backend", ["ref", "gloo"])
+@pytest.mark.parametrize("backend", ["ref", pytest.param("gloo", marks=pytest.mark.long)])
 def test_three_ranks_equal_torch_within_rounding_and_each_other_exactly(backend: str, tmp_path: Path) -> None:
     everyone = forked(beside, 3, 3, "mlp", OPTIONS, 6, str(tmp_path / "meet"), backend=backend)
     for outcomes in everyone:

@@ -170,7 +170,9 @@ def slowed(rank: int, path: str, name: str) -> list[Any]:
 
 
 # Twenty steps of two models: a second each.
-@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("mlp", "convnet")), "transformer"]
+)
 def test_twenty_steps_with_a_slow_rank_equal_torchs_bits(name: str, tmp_path: Path) -> None:
     for theirs, ours, buckets in forked(slowed, 2, str(tmp_path / "meet"), name, backend="ref"):
         assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])

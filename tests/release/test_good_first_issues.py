@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs import pages
 from tests.release.scripts import ROOT
 
@@ -25,6 +27,7 @@ def test_each_has_a_title_and_existing_places() -> None:
         assert places and all((ROOT / place).exists() for place in places), (path.name, places)
 
 
+@pytest.mark.long
 def test_each_test_fails_by_an_assertion_or_a_missing_option(tmp_path: Path) -> None:
     """Slow, some seconds: one new pytest for all of them, since tests of strangers may change the process."""
     for path in ISSUES:

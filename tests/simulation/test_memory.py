@@ -69,7 +69,7 @@ print(used() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the measurement reads /proc")
-@pytest.mark.parametrize("world", [48, 80])
+@pytest.mark.parametrize("world", [48, pytest.param(80, marks=pytest.mark.long)])
 def test_the_estimate_is_of_the_size_that_a_run_needs(world: int) -> None:
     done = subprocess.run([sys.executable, "-c", MEASURED, str(world)], capture_output=True, text=True, check=True)
     measured = int(done.stdout) * 1024

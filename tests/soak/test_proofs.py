@@ -36,6 +36,7 @@ def test_mesh_sessions_admit_only_ranks_that_know_the_key() -> None:
     assert set(outcome.counts) == set(sessions.PLANS)
 
 
+@pytest.mark.long
 def test_histories_with_killed_and_stopped_clients_are_linearizable() -> None:
     outcome = histories.prove(Limits(8))
     assert (outcome.done, outcome.failures) == (8, [])
@@ -105,6 +106,7 @@ def test_the_checker_explains_exactly_the_linearizable_histories(calls: list[Cal
     assert bool(linearizability.unexplained(calls)) != explained
 
 
+@pytest.mark.long
 def test_a_server_that_runs_a_request_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchdist_ref.stores.hash.Table.append", append_twice)
     assert "no order explains" in histories.prove(Limits(8)).failures[0]

@@ -269,6 +269,7 @@ except RankError as error:
 """
 
 
+@pytest.mark.long
 def test_the_interpreter_ends_cleanly_after_many_threads_were_given_up() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["RankTimeoutError", "True"], "")
