@@ -155,6 +155,10 @@ class SimulatedRLock:
             self._owner = None
             self._lock.release()
 
+    def locked(self) -> bool:
+        """See `threading.RLock.locked`, which Python has since 3.14."""
+        return self._lock.locked()
+
     def __enter__(self) -> bool:
         return self.acquire()
 
