@@ -23,6 +23,10 @@ PARTS = curriculum.PARTS
 TUTORIALS = sorted((pages.ROOT / "tutorials").glob("*.ipynb"))
 # These measure or train from the first cell to the last; the others end with exercises.
 WITHOUT_EXERCISES = {"03_train_digits", "08_when_compression_pays"}
+# Lines of its own code that a tutorial on parallelism may have, and those that have more because they show several
+# methods: stages of ZeRO, schedules of a pipeline, kinds of attention, dimensions of a mesh.
+MOST_LINES = 150
+LONGER = {"17_sharded_training": 240, "20_pipeline_parallel": 195, "22_context_parallel": 230, "24_whole_mesh": 195}
 
 
 def runner() -> Any:
@@ -109,6 +113,46 @@ def test_one_to_three_exercises_with_checked_and_hidden_solutions(path: Path) ->
         visible = "\n".join("".join(cell["source"]) for at, cell in enumerate(found) if at not in solutions)
         assert check.startswith("check") and f"def {check}(" in visible
         assert "assert " in visible.split(f"def {check}(")[1]
+
+
+def own_lines(path: Path) -> int:
+    """Count the lines of code that a reader has to follow.
+
+    These are the lines of all visible cells without blank lines, comments, docstrings and imports. Checks of exercises
+    do not count, nor do cells with the tags `picture`, which only draw, and `model`, the ordinary model to be split.
+    """
+    found = 0
+    for cell in cells(path):
+        if cell["cell_type"] == "code" and not {"solution", "picture", "model"} & {*cell["metadata"].get("tags", [])}:
+            source = re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE)
+            lines = {at for at, line in enumerate(source.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+            for node in ast.walk(ast.parse(source)):
+                is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                is_check = isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+                is_import = isinstance(node, (ast.Import, ast.ImportFrom))
+                if isinstance(node, ast.stmt) and (is_docstring or is_check or is_import):
+                    lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+            found += len(lines)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in TUTORIALS if curriculum.lessons()[path.stem].part == "Parallelism from scratch"],
+    ids=lambda path: path.stem,
+)
+def test_a_kind_of_parallelism_takes_few_lines(path: Path) -> None:
+    assert own_lines(path) <= LONGER.get(path.stem, MOST_LINES)
+
+
+def test_only_cells_that_draw_are_tagged_as_pictures_and_their_axes_have_names() -> None:
+    for path in TUTORIALS:
+        for cell in cells(path):
+            source, where = "".join(cell["source"]), (path.name, cell["id"])
+            if "picture" in cell["metadata"].get("tags", []):
+                assert "plt.show()" in source or "Drawing(" in source, where
+            if "plt.show()" in source and 'axis("off")' not in source and "xticks=[]" not in source:
+                assert "xlabel" in source and ("ylabel" in source or "set_yticks" in source or "barh(" in source), where
 
 
 def test_an_archive_has_the_data_that_its_notebook_reads() -> None:
