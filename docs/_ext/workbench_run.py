@@ -59,7 +59,7 @@ def examine(code: str, operation: str, ranks: str, size: str, network: str) -> s
 
 def described(found: Schedule, operation: str, wrong: Violation) -> str:
     """Return a violation with the round and the move that cause it, or with those that wrote the slot last."""
-    if wrong.round or wrong.slot[0] == "tmp":
+    if wrong.round:
         return str(wrong)
     place = f"{wrong.rule}: rank {wrong.rank}, {slot_name(wrong.slot)}"
     values = f"    expected {wrong.expected}, got {wrong.got}"

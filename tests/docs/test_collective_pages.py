@@ -104,6 +104,21 @@ def test_the_workbench_names_the_wrong_slot() -> None:
     assert "line 3: ZeroDivisionError" in workbench_run.examine("\n\n1 / 0", "all_reduce", "4", "4", "one host")
 
 
+def test_the_workbench_names_round_and_move_of_a_barrier_that_is_too_early() -> None:
+    code = """from torchdist_ref.schedules import Schedule, carry
+
+def algorithm(world):
+    signal = ("tmp", 0)
+    down = tuple(carry(0, rank, signal) for rank in range(1, world))
+    up = tuple(carry(rank, 0, signal) for rank in range(1, world))
+    return Schedule("down before up", world, (down, up), chunks=0)
+"""
+    said = json.loads(workbench_run.examine(code, "barrier", "3", "4", "one host"))["said"]
+    assert "at the end" not in said
+    assert "result: rank 1, tmp[0]: round 1, move 0.tmp[0] -> 1.tmp[0]: rank 0 sends before rank 2" in said
+    assert "    expected a notification from every rank, got none from [2]" in said
+
+
 @pytest.mark.parametrize("operation", schedules.operations())
 def test_the_picture_shows_the_contract(operation: str) -> None:
     drawing = collective_pictures.before_after(operation, 4)

@@ -9,7 +9,7 @@ import pytest
 from torchdist_ref.schedules import Move, Schedule, build, carry, violations
 from torchdist_ref.schedules.cause import cause_of
 
-DATA = ("data", 0)
+DATA, SIGNAL = ("data", 0), ("tmp", 0)
 
 
 def causes(schedule: Schedule, op: str) -> set[tuple[int, Move | None]]:
@@ -57,6 +57,34 @@ def test_a_missing_move_is_said_to_be_missing() -> None:
     """Once 'at the end' was all that was known of it."""
     idle = Schedule("idle", 2, ())
     assert str(cause_of(idle, "all_reduce", 0, DATA)) == "no move brings 1.data[0] to data[0] on rank 0"
+
+
+def test_a_signal_that_leaves_too_early_is_named() -> None:
+    early = carry(0, 1, SIGNAL)
+    barrier = Schedule(
+        "early", 3, ((early,), (carry(2, 0, SIGNAL),), (carry(0, 2, SIGNAL), carry(1, 0, SIGNAL))), chunks=0
+    )
+    cause = cause_of(barrier, "barrier", 1, SIGNAL)
+    assert cause is not None and (cause.round, cause.move) == (1, early)
+    assert cause.text == "rank 0 sends before rank 2 has notified it, and no later move passes that on to rank 1"
+
+
+@pytest.mark.parametrize("name", ["direct", "dissemination", "tree"])
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_each_rank_that_misses_a_signal_has_a_cause_with_round_and_move(name: str, world: int) -> None:
+    right = build("barrier", name, world)
+    assert all(cause_of(right, "barrier", rank, SIGNAL) is None for rank in range(world))
+    for number, moves in enumerate(right.rounds, 1):
+        for move in moves:
+            wrong = changed(right, number, move)
+            for violation in violations(wrong, "barrier"):
+                cause = cause_of(wrong, "barrier", violation.rank, violation.slot)
+                into = any(each.dst == violation.rank for each_round in wrong.rounds for each in each_round)
+                assert cause is not None and (cause.move is not None) == into, (number, move)
+                if cause.move is None:
+                    assert str(cause) == f"no move notifies rank {violation.rank}"
+                else:
+                    assert cause.move in wrong.rounds[cause.round - 1]
 
 
 def test_a_block_in_the_wrong_place_is_named() -> None:

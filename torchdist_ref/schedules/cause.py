@@ -86,10 +86,11 @@ def cause_of(schedule: Schedule, op: str, rank: int, slot: Slot, root: int = 0) 
     """Return the cause behind a wrong slot, or None if the slot has each contribution once that it should have.
 
     Args:
-        schedule: the schedule, of an operation other than ``"barrier"``.
+        schedule: the schedule.
         op: the operation.
         rank: rank of the slot that is wrong at the end.
-        slot: the slot.
+        slot: the slot. In a barrier it is the signal, ``("tmp", 0)``, which is wrong on a rank that some rank did not
+            notify.
         root: for rooted operations (default 0).
 
     >>> from torchdist_ref.schedules import Schedule, carry
@@ -97,6 +98,8 @@ def cause_of(schedule: Schedule, op: str, rank: int, slot: Slot, root: int = 0) 
     >>> print(cause_of(forgets, "all_reduce", 0, ("data", 0)))
     round 1, move 0.data[0] -> 1.data[0]: replaces the value of data[0] on rank 1, and that of 1.data[0] is lost
     """
+    if op == "barrier":
+        return _not_notified(schedule, rank)
     run = _Run(schedule, op, root)
     wanted, place = Value(run.promise.after(rank)[slot]), (rank, slot)
     got = run.state.get(place, Value())
@@ -115,6 +118,38 @@ def cause_of(schedule: Schedule, op: str, rank: int, slot: Slot, root: int = 0) 
     if missing:
         return _came_too_late(run, place, min(missing), len(schedule.rounds) + 1)
     return _brought(run, place, min(extra)) if extra else None
+
+
+def _not_notified(schedule: Schedule, rank: int) -> Cause | None:
+    """Return the signal that a rank of a barrier sends too early, or else the last one to the rank that misses some."""
+    ranks = range(schedule.world)
+    rounds = [[move for move in single(moves) if move.src in ranks and move.dst in ranks] for moves in schedule.rounds]
+    notified_by = [{each} for each in ranks]
+    for moves in rounds:
+        before = [frozenset(each) for each in notified_by]
+        for move in moves:
+            notified_by[move.dst] |= before[move.src]
+    missing = min(set(ranks) - notified_by[rank], default=None)
+    if missing is None:
+        return None
+    # Follow the signals back, from those to this rank: its notifications came from these senders.
+    senders = {rank}
+    last: Cause | None = None
+    for number, moves in reversed([*enumerate(rounds, 1)]):
+        arriving = [move for move in moves if move.dst in senders]
+        for move in arriving:
+            if missing in notified_by[move.src]:
+                text = (
+                    f"rank {move.src} sends before rank {missing} has notified it, and no later move passes that on "
+                    f"to rank {rank}"
+                )
+                return Cause(text, number, move)
+            if last is None and move.dst == rank:
+                last = Cause(
+                    f"is the last to notify rank {rank}, and no move passes on that of rank {missing}", number, move
+                )
+        senders |= {move.src for move in arriving}
+    return last or Cause(f"no move notifies rank {rank}")
 
 
 def _name(contribution: Contribution) -> str:
