@@ -4,7 +4,8 @@
     Time of every algorithm by size. Options: `:ranks: 8`, `:network: one host per rank`, `:links: NVLink, 100 Gb/s`,
     `:size: 1 GB`. Without a script, the page has the table of the size that is chosen.
 
-The script is `docs/_static/explorer.js`; its clock is `docs/_static/schedules.js`, and its data are the player's.
+The script is `docs/_static/explorer.js`; its clock is `docs/_static/schedules.js`. Its data are the player's. For 32
+and 64 ranks it has files of its own, which the script loads when a reader chooses so many.
 """
 
 from __future__ import annotations
@@ -55,17 +56,19 @@ class ExplorerDirective(SphinxDirective):
 def markup(operation: str, folder: str, world: int, network: str, links: str, size: str) -> str:
     """Return the whole explorer as HTML."""
     number, unit = size.split()
-    found = schedule_data.of_operation(operation)
+    large = world in schedule_data.LARGE_WORLDS
+    found = (schedule_data.of_large_worlds if large else schedule_data.of_operation)(operation)
     own = {
         "operation": operation,
         "algorithms": found["algorithms"],
-        "worlds": {world: found["worlds"][world]},
+        "large": schedule_data.LARGE_WORLDS,
         **cost_data.of_operation(operation, [world]),
         "links": cost_data.links(),
         "measured": cost_data.MEASURED,
     }
     # Slots before and after are for the player.
-    own["worlds"] = {world: {**own["worlds"][world], "schedules": clocked(own["worlds"][world]["schedules"])}}
+    shown = found["worlds"][world]
+    own["worlds"] = {world: shown if large else {**shown, "schedules": clocked(shown["schedules"])}}
     rows = table(operation, world, network, links, float(number) * UNITS[unit])
     return f"""<div class="explorer" role="group" aria-label="Cost explorer" data-folder="{folder}schedules/">
 <div class="player-choices">{choices(operation, world, network, links)}
@@ -97,11 +100,13 @@ def clocked(found: dict[str, Any]) -> dict[str, Any]:
 
 def choices(operation: str, world: int, network: str, links: str) -> str:
     """Return the lists of choices, but for the size."""
+    worlds = (*schedule_data.WORLDS, *schedule_data.LARGE_WORLDS)
+    networks = (*schedule_data.NETWORKS, schedule_data.FULL_HOSTS)
     return "".join(
         (
             select("operation", "Operation", {name: name for name in schedules.operations()}, operation),
-            select("ranks", "Ranks", {value: str(value) for value in schedule_data.WORLDS}, world),
-            select("network", "Hosts", {name: name for name in schedule_data.NETWORKS}, network),
+            select("ranks", "Ranks", {value: str(value) for value in worlds}, world),
+            select("network", "Hosts", {name: name for name in networks}, network),
             select("links", "Links", {name: name for name in cost_data.LINKS}, links),
         )
     )
@@ -114,10 +119,10 @@ def times(operation: str, world: int, network: str, links: str, size: float) -> 
     names = [
         name
         for name in schedules.algorithms(operation)
-        if name != "hierarchical" or (network == "two hosts" and world > 2)
+        if name != "hierarchical" or (network in ("two hosts", schedule_data.FULL_HOSTS) and world > 2)
     ]
     return {
-        name: schedules.simulate(schedule_data.schedule(operation, name, world), size, simulated).total
+        name: schedules.simulate(schedule_data.schedule(operation, name, world, network), size, simulated).total
         for name in names
     }
 

@@ -148,17 +148,22 @@ def byte_size(size: int) -> str:
 
 
 def write_data(app: Sphinx, error: Exception | None) -> None:
-    """Write one file for each operation, which the player loads when a reader asks for another schedule."""
+    """Write two files for each operation, which scripts load when a reader asks for another schedule.
+
+    The player and the explorer share the file of up to 16 ranks. The one in the folder ``large`` is the explorer's.
+    """
     if error or app.builder.format != "html":
         return
     folder = Path(app.outdir, "_static", "schedules")
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "large").mkdir(parents=True, exist_ok=True)
     for operation in schedules.operations():
-        everything = schedule_data.of_operation(operation)
-        everything = everything | cost_data.of_operation(operation, everything["worlds"])
-        found = json.dumps(everything, separators=(",", ":"))
-        text = f'torchdistSchedules.register("{operation}", {found});\n'
-        (folder / f"{operation}.js").write_text(text, encoding="utf-8")
+        for name, everything in (
+            (operation, schedule_data.of_operation(operation)),
+            (f"large/{operation}", schedule_data.of_large_worlds(operation)),
+        ):
+            everything = everything | cost_data.of_operation(operation, everything["worlds"])
+            found = json.dumps(everything, separators=(",", ":"))
+            (folder / f"{name}.js").write_text(f'torchdistSchedules.register("{name}", {found});\n', encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

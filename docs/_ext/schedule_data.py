@@ -3,6 +3,9 @@
 A round is one list of integers, eight for each run of moves: source, destination, buffer and slot that are read,
 buffer and slot that are written, length, and 1 for a reduction. `unpack` is the inverse, which the tests use.
 
+The explorer also has schedules of 32 and 64 ranks. To keep their files small, they have only what a clock reads: all
+slots that one rank sends to another in a round are one run, with no slot's number.
+
 Do not add here: HTML (`player`) or text of the pages (`collective_pages`).
 """
 
@@ -16,27 +19,33 @@ from typing import Any
 
 from torchdist_ref import schedules
 from torchdist_ref.schedules import Move, Schedule, Slot
-from torchdist_ref.schedules.schedule import BUFFERS
+from torchdist_ref.schedules.schedule import BUFFERS, messages
 
 WORLDS = range(2, 17)
+LARGE_WORLDS = (32, 64)
+"""Numbers of ranks that only the explorer has."""
 # Bytes of the whole buffer that a reader of the page can select.
 SIZES = tuple(1 << power for power in (2, 10, 16, 18, 20, 22, 24, 27))
 # Power of two beyond which no choice changes.
 LARGEST = 40
 NETWORKS = ("one host", "two hosts", "one host per rank")
+FULL_HOSTS = "8 ranks per host"
+"""Hosts of `LARGE_WORLDS` alone: with up to 16 ranks they would be those of `NETWORKS`."""
 WIDTH = 8
 
 
 def hosts(network: str, world: int) -> tuple[int, ...]:
     """Return the host of each rank; on two hosts the first half of the ranks is on the first."""
+    if network == FULL_HOSTS:
+        return tuple(rank // 8 for rank in range(world))
     if network == "two hosts":
         return tuple(int(rank >= (world + 1) // 2) for rank in range(world))
     return tuple(range(world)) if network == "one host per rank" else (0,) * world
 
 
-def schedule(operation: str, algorithm: str, world: int) -> Schedule:
-    """Return a schedule; a hierarchical one is for two hosts, because on one host it is the direct one."""
-    where = hosts("two hosts", world) if algorithm == "hierarchical" else None
+def schedule(operation: str, algorithm: str, world: int, network: str = "two hosts") -> Schedule:
+    """Return a schedule; only a hierarchical one depends on the network, and on one host it is the direct one."""
+    where = hosts(network, world) if algorithm == "hierarchical" else None
     return schedules.build(operation, algorithm, world, hosts=where)
 
 
@@ -54,6 +63,43 @@ def of_world(operation: str, world: int) -> dict[str, Any]:
     where = {network: hosts(network, world) for network in NETWORKS}
     chosen = {network: list(choices(operation, world, where[network])) for network in NETWORKS}
     return {"schedules": found, "chosen": chosen, "hosts": where}
+
+
+@cache
+def of_large_worlds(operation: str) -> dict[str, Any]:
+    """Return everything that the explorer reads of an operation on `LARGE_WORLDS`."""
+    names = list(schedules.algorithms(operation))
+    return {"algorithms": names, "worlds": {world: _of_large_world(operation, names, world) for world in LARGE_WORLDS}}
+
+
+def _of_large_world(operation: str, names: list[str], world: int) -> dict[str, Any]:
+    where = {network: hosts(network, world) for network in (*NETWORKS, FULL_HOSTS)}
+    by_hosts = {}
+    if "hierarchical" in names:
+        for network in ("two hosts", FULL_HOSTS):
+            by_hosts[network] = {"hierarchical": for_a_clock(schedule(operation, "hierarchical", world, network))}
+    return {
+        "schedules": {name: for_a_clock(schedule(operation, name, world)) for name in names if name != "hierarchical"},
+        "by_hosts": by_hosts,
+        "chosen": {network: list(choices(operation, world, found)) for network, found in where.items()},
+        "hosts": where,
+    }
+
+
+def for_a_clock(found: Schedule) -> dict[str, Any]:
+    """Return a schedule with one run of moves for all that a rank sends to another in a round, and one if it reduces.
+
+    >>> for_a_clock(schedule("all_reduce", "ring", 2))["rounds"][0]
+    [1, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1]
+    """
+    rounds = []
+    for moves in found.rounds:
+        row = []
+        for message in messages(moves):
+            for length, reduced in ((message.slots - message.reduced, 0), (message.reduced, 1)):
+                row += [message.src, message.dst, 0, 0, 0, 0, length, reduced] if length else []
+        rounds.append(row)
+    return {"rounds": rounds, "share": float(found.share)}
 
 
 def choices(operation: str, world: int, where: tuple[int, ...]) -> Iterator[tuple[int | None, str]]:

@@ -48,57 +48,65 @@
     // Read the choices, and show them; load the operation's file if the page does not have it.
     select() {
       const operation = this.part("operation").value, world = this.part("ranks").value;
+      const file = this.own.large.includes(Number(world)) ? `large/${operation}` : operation;
       const own = this.own.operation === operation && this.own.worlds[world] ? this.own : undefined;
-      const found = torchdistSchedules.of(operation) || own;
+      const found = torchdistSchedules.of(file) || own;
       if (!found) {
-        const src = `${this.root.dataset.folder}${operation}.js`;
-        return torchdistSchedules.load(operation, src, () => this.select());
+        const src = `${this.root.dataset.folder}${file}.js`;
+        return torchdistSchedules.load(file, src, () => this.select());
       }
-      const network = this.part("network").value, links = this.part("links").value;
+      this.known = found.worlds[world];
+      const list = this.part("network");
+      for (const option of list.options) option.disabled = !this.known.hosts[option.value];
+      if (!this.known.hosts[list.value]) list.value = "two hosts";
+      const network = list.value, links = this.part("links").value;
       const size = Number(this.part("size").value) * UNITS[this.part("unit").value];
       Object.assign(this, { operation, found, network, links, world: Number(world) });
       this.size = Math.min(2 ** POWERS[1], Math.max(1, size || 1));
-      this.known = found.worlds[world];
+      this.schedules = { ...this.known.schedules, ...this.known.by_hosts?.[network] };
       this.hosts = this.known.hosts[network];
       this.bus = found.bus[world];
       if (this.bus === null) this.part("show").value = "time";
       // Schedules of two hosts: on other networks they are another algorithm, or not for them.
-      const fits = (name) => name !== "hierarchical" || (network === "two hosts" && this.world > 2);
-      this.names = Object.keys(this.known.schedules).filter(fits);
+      const fits = (name) => name !== "hierarchical" || this.known.by_hosts
+        || (network === "two hosts" && this.world > 2);
+      this.names = Object.keys(this.schedules).filter(fits);
       this.times = this.names.map((name) => this.sizes().map((at) => this.time(name, at)));
       this.draw();
       this.write();
     }
 
+    // Sizes of the points; fewer where there are many ranks, of which a run takes milliseconds.
     sizes() {
-      return Array.from({ length: POWERS[1] - POWERS[0] + 1 }, (_, n) => 2 ** (n + POWERS[0]));
+      const step = this.known.by_hosts ? 2 : 1, count = (POWERS[1] - POWERS[0]) / step + 1;
+      return Array.from({ length: count }, (_, n) => 2 ** (n * step + POWERS[0]));
     }
 
     run(name, size) {
-      return simulate(this.known.schedules[name], size, this.own.links[this.links], this.hosts);
+      return simulate(this.schedules[name], size, this.own.links[this.links], this.hosts);
     }
 
     time(name, size) {
       return this.run(name, size).total.t;
     }
 
-    fastest(size) {
-      const times = this.names.map((name) => this.time(name, size));
+    least(times) {
       return this.names[times.indexOf(Math.min(...times))];
     }
 
     // Sizes from which on another algorithm is the fastest, bisected between points of the plot.
     crossovers() {
-      const found = [{ from: 0, name: this.fastest(2 ** POWERS[0]) }];
-      for (const end of this.sizes().slice(1)) {
-        const until = this.fastest(end);
-        while (found.at(-1).name !== until) {
-          let [low, high] = [Math.max(end / 2, found.at(-1).from), end];
+      const fastest = (size) => this.least(this.names.map((name) => this.time(name, size)));
+      const ends = this.sizes(), at = (n) => this.least(this.times.map((list) => list[n]));
+      const found = [{ from: 0, name: at(0) }];
+      for (let n = 1; n < ends.length; n++) {
+        while (found.at(-1).name !== at(n)) {
+          let [low, high] = [Math.max(ends[n - 1], found.at(-1).from), ends[n]];
           const before = found.at(-1).name;
-          while (high / low > 1.0001)
-            [low, high] = this.fastest((low + high) / 2) === before
+          while (high / low > 1.001)
+            [low, high] = fastest((low + high) / 2) === before
               ? [(low + high) / 2, high] : [low, (low + high) / 2];
-          found.push({ from: high, name: this.fastest(high) });
+          found.push({ from: high, name: fastest(high) });
           if (found.length > 40) return found;
         }
       }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import collective_pictures
 import cost_data
@@ -40,6 +40,37 @@ def test_the_slots_of_a_message_are_that_share_of_the_buffer(operation: str) -> 
     for algorithm, packed in found["schedules"].items():
         assert packed["share"] == float(schedule_data.schedule(operation, algorithm, 5).share)
     assert found["hosts"] == {network: schedule_data.hosts(network, 5) for network in schedule_data.NETWORKS}
+
+
+@pytest.mark.parametrize("operation", schedules.operations())
+@pytest.mark.parametrize("world", schedule_data.LARGE_WORLDS)
+def test_a_large_schedule_takes_the_time_of_the_librarys(operation: str, world: int) -> None:
+    """Its moves have no slots, but each rank sends and reduces as much, to the same ranks, in the same order."""
+    found = schedule_data.of_large_worlds(operation)["worlds"][world]
+    names = []
+    for network, where in found["hosts"].items():
+        assert where == schedule_data.hosts(network, world)
+        clock = Network.preset("nvlink", "100gbps", hosts=where)
+        for algorithm, packed in (found["schedules"] | found["by_hosts"].get(network, {})).items():
+            names.append(algorithm)
+            library = schedules.build(operation, algorithm, world, hosts=where)
+            rounds = tuple(schedule_data.unpack(moves) for moves in packed["rounds"])
+            read = replace(library, rounds=rounds)
+            assert packed["share"] == float(library.share)
+            assert schedules.simulate(read, 1e9, clock).total == schedules.simulate(library, 1e9, clock).total
+    assert {*names} == {*schedules.algorithms(operation)}
+    assert found["hosts"]["8 ranks per host"] == tuple(rank // 8 for rank in range(world))
+
+
+def test_a_reader_may_begin_with_eight_hosts_of_eight_ranks() -> None:
+    shown = explorer.markup("all_reduce", "", 64, "8 ranks per host", "NVLink, 400 Gb/s", "1 GB")
+    network = Network.preset("nvlink", "400gbps", hosts=tuple(rank // 8 for rank in range(64)))
+    rows = dict(re.findall(r'<th scope="row">(\w+)</th><td>([^<]+)</td>', shown))
+    hierarchical = schedules.build("all_reduce", "hierarchical", 64, hosts=network.hosts)
+    assert rows["hierarchical"] == collective_pictures.seconds(schedules.simulate(hierarchical, 1e9, network).total)
+    assert {*rows} == {*schedules.algorithms("all_reduce")}
+    assert '<option value="64" selected>' in shown and '<option value="8 ranks per host" selected>' in shown
+    assert [*own(shown)["worlds"]] == ["64"]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

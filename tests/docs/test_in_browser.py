@@ -360,9 +360,11 @@ def cells() -> list[tuple[str, int, str, str, str, float]]:
     found = []
     for operation in schedules.operations():
         for algorithm in schedules.algorithms(operation):
-            for world in (2, 5, 16):
+            for world in (2, 5, 16, 64):
                 at = len(found)
+                full = world in schedule_data.LARGE_WORLDS and (algorithm == "hierarchical" or at % 4 == 3)
                 network = schedule_data.NETWORKS[1 if algorithm == "hierarchical" else at % 3]
+                network = schedule_data.FULL_HOSTS if full else network
                 links = list(cost_data.LINKS)[at % 5]
                 found.append((operation, world, algorithm, network, links, (4.0, 8e6, 1e9)[at % 7 % 3]))
     return found
@@ -376,10 +378,12 @@ def test_times_of_the_explorer_are_those_of_python(page: Any, address: str) -> N
         """async ([cells, folder]) => {
             const { links } = document.querySelector(".explorer").explorer.own;
             const load = (name) => new Promise((use) => torchdistSchedules.load(name, `${folder}${name}.js`, use));
-            for (const operation of new Set(cells.map(([operation]) => operation))) await load(operation);
+            const file = (operation, world) => (world > 16 ? `large/${operation}` : operation);
+            for (const name of new Set(cells.map(([operation, world]) => file(operation, world)))) await load(name);
             return cells.map(([operation, world, algorithm, network, between, size]) => {
-                const { schedules, hosts } = torchdistSchedules.of(operation).worlds[world];
-                const run = torchdistSchedules.simulate(schedules[algorithm], size, links[between], hosts[network]);
+                const known = torchdistSchedules.of(file(operation, world)).worlds[world], { hosts } = known;
+                const schedule = known.by_hosts?.[network]?.[algorithm] || known.schedules[algorithm];
+                const run = torchdistSchedules.simulate(schedule, size, links[between], hosts[network]);
                 const parts = Object.entries(torchdistSchedules.parts(run.total));
                 const sum = parts.reduce((sum, [part, count]) => sum + count * run.rates[part], 0);
                 return [run.total.t, links[between].overhead + sum];
@@ -388,7 +392,7 @@ def test_times_of_the_explorer_are_those_of_python(page: Any, address: str) -> N
         [asked, address + "_static/schedules/"],
     )
     for (operation, world, algorithm, network, links, size), (total, by_parts) in zip(asked, times, strict=True):
-        schedule = schedule_data.schedule(operation, algorithm, world)
+        schedule = schedule_data.schedule(operation, algorithm, world, network)
         expected = schedules.simulate(
             schedule, size, cost_data.network(links, schedule_data.hosts(network, world))
         ).total
@@ -413,6 +417,27 @@ def test_the_landing_page_answers_how_long_a_gigabyte_takes(page: Any, address: 
     }
     times = explorer.times("all_reduce", 8, "one host per rank", "NVLink, 100 Gb/s", 1e9)
     assert shown == {name: seconds(time) for name, time in times.items()}
+
+
+def test_the_explorer_answers_for_eight_hosts_of_eight_ranks(page: Any, address: str) -> None:
+    """A choice of 64 ranks loads a file of its own; with fewer ranks, hosts of eight cannot be chosen."""
+    look(page, 1400, "light")
+    page.goto(address + "index.html")
+    part = lambda role: page.locator(f'.explorer [data-role="{role}"]')  # noqa: E731
+    assert part("network").locator("option:disabled").all_inner_texts() == [schedule_data.FULL_HOSTS]
+    part("ranks").select_option("64")
+    page.wait_for_function("document.querySelector('.explorer-answer').textContent.includes('64 ranks')")
+    part("network").select_option(schedule_data.FULL_HOSTS)
+    times = explorer.times("all_reduce", 64, schedule_data.FULL_HOSTS, "NVLink, 100 Gb/s", 1e9)
+    best = min(times, key=times.__getitem__)
+    assert part("answer").inner_text() == (
+        f"all_reduce of 1 GB, 64 ranks, 8 ranks per host, NVLink, 100 Gb/s: {seconds(times[best])} by {best}."
+    )
+    part("ranks").select_option("4")
+    page.wait_for_function("document.querySelector('.explorer-answer').textContent.includes('4 ranks, two hosts')")
+    folder = SITE / "_static" / "schedules" / "large"
+    assert len([*folder.iterdir()]) == len(schedules.operations())
+    assert all(compressed(file) <= 250_000 for file in folder.iterdir())
 
 
 def test_the_explorer_shows_other_operations_crossovers_and_recorded_runs(page: Any, address: str) -> None:
