@@ -1,13 +1,14 @@
 """Call sites: the lines of the program at which the ranks make one call, compared at debug level DETAIL.
 
 Two tensors of one shape and dtype that a rank reduces in the wrong order give wrong numbers and no error, on every
-backend. But the two calls stand on different lines, and the ranks' lines differ. A program may call from different
-lines on purpose, for example in the two branches of `if rank == 0`. So a difference is logged and never raised:
+backend. But the two calls are at different lines of the program, so the lines of the ranks differ. A program may call
+from different lines on purpose, for example in the two branches of `if rank == 0`. So a difference is logged and never
+raised:
 
 - as a warning, once for each pair of lines, if ranks that have the same part in the call are at different lines;
 - as an error, if a rank makes a call at the line at which another rank made an earlier one: they are swapped.
 
-Nothing is said of barriers, which have no tensor, and of the line of a root, which is often in a branch of its own.
+Barriers are left out, since they have no tensor, and so is the line of a root, which is often in a branch of its own.
 Do not add other comparisons here: they belong to `backends.detail_level`.
 """
 

@@ -1,8 +1,8 @@
 """Reader of flight recorder dumps: ours, and those of torch's own recorder, as pickle or as JSON.
 
-All become values of the same classes. Files may come from anywhere, so nothing in them is run or believed: pickles may
-refer to no class or function, sizes are bounded, and a wrong type is a `DumpError`. A pickle that somebody has made for
-that purpose can still take long to read. Do not add conclusions here: they belong to `verdict`.
+Both are read into values of the same classes. Files may come from anywhere, so nothing in them is run or believed:
+pickles may refer to no class or function, sizes are bounded, and a wrong type is a `DumpError`. A pickle that somebody
+has made for that purpose can still take long to read. Do not add conclusions here: they belong to `verdict`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Dumps:
     Attributes:
         ranks: The dump of each rank.
         skipped: Files that are not dumps, or of an earlier run or attempt, each with the reason.
-        old: Those of an earlier one, each with the word for it.
+        old: Files of an earlier run or attempt, each with the word that says which.
     """
 
     ranks: Mapping[int, RankDump]
@@ -242,7 +242,7 @@ def read_file(path: Path) -> RankDump:
     """Return the dump in a file.
 
     Raises:
-        DumpError: It is none.
+        DumpError: The file is not a dump.
     """
     if path.stat().st_size > MAX_FILE_BYTES:
         _refuse(f"larger than {MAX_FILE_BYTES} bytes")
@@ -291,7 +291,7 @@ def load_plain_pickle(data: bytes) -> Any:
 
 
 def _check_values(content: Any) -> None:
-    """Refuse content of too many values, where one in several places counts in each: a small file may unfold to any."""
+    """Refuse content of too many values. One in several places counts in each: a small file may unfold to any size."""
     pending, count = [content], 0
     while pending:
         value = pending.pop()

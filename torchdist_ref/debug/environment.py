@@ -3,7 +3,7 @@
 A report of a defect needs the same twenty facts each time: versions, how torch was built, cores, memory, shared memory,
 limits, devices, backends, and the variables that change what the library does. Values of secrets are not shown.
 
-Do not add what a running job does: the flight recorder tells that.
+Do not add what a running job does: that is in the dumps of the flight recorder.
 """
 
 from __future__ import annotations

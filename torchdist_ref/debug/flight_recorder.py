@@ -375,7 +375,7 @@ class SignalListener:
         try:
             self._pipe = self._open(number)
         except (OSError, RuntimeError) as error:
-            # Ranks that need no thread and no descriptor work at such a limit.
+            # At such a limit, ranks that need no further thread or descriptor still work.
             log.warning("flight recorder: no answer to %s: %s", signal.Signals(number).name, error)
             return
         self._number = number
@@ -532,7 +532,7 @@ _STOPPED = ", but it is stopped and answers once 'kill -CONT {pid}' has continue
 def request(pids: Iterable[int]) -> Iterator[str]:
     """Ask running ranks for dumps, and yield a line on each.
 
-    A process that would be ended by the signal gets none.
+    The signal is not sent to a process that it would end.
 
     Args:
         pids: Process ids of ranks on this host.

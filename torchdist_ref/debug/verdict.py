@@ -79,7 +79,7 @@ class JobGroup:
         return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
 
     def absent(self, calls: Mapping[int, Event], awaited: Sequence[int] | None = None) -> frozenset[int]:
-        """Return the members that lack among those of a call; ones without dumps only if no other one lacks.
+        """Return the members that are missing from a call: those with a dump, or if there are none, those without.
 
         Args:
             calls: The calls of the ranks that have made it.
@@ -448,7 +448,7 @@ def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left:
 def _state_in_store_call(
     waiting: Event, dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: str
 ) -> str:
-    """Return what is known about a rank that others wait for in the store: which call it has not made, and its own."""
+    """Return what is known about a rank that others wait for in the store: the missing call, and its present one."""
     dump = dumps.ranks.get(rank)
     if left or dump is None:
         return _state(dumps, groups, rank, name, left)
@@ -518,7 +518,7 @@ def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
             late = tuple(r for r, e in calls.items() if e.start_ns >= given_up)
             if not late:
                 continue
-            # A rank that came late may have waited in vain for a third one.
+            # A rank that was late may itself have waited for a third one.
             early = {rank: event for rank, event in stalled.items() if rank not in late}
             first = min(event.start_ns for event in early.values())
             seconds = (max(calls[r].start_ns for r in late) - first) / 1e9

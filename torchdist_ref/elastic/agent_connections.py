@@ -77,7 +77,7 @@ class AgentConnections:
             welcome_seconds: Longest time to wait for its answer.
 
         Raises:
-            CoordinatorLost: There is none.
+            CoordinatorLost: No coordinator answers at the address.
             CoordinatorMoved: Another agent coordinates the job.
         """
         info = self._describe(key, self._address())
@@ -106,7 +106,7 @@ class AgentConnections:
         return info, self._join(self._standby.clone(), info, f"{info.address}:{info.port}")
 
     def forward(self, host: str, port: int) -> None:
-        """Lead agents that come to the job's first address to its coordinator, if the address is this host's."""
+        """Redirect agents from the job's first address to its coordinator, if that address is this host's."""
         if self._served is None and (store := self._serve()) is not None:
             roster = Roster(self._settings.rules, CLOCK.now())
             self._forwarder = AgentCoordinator(store, roster, self._settings.secret, host, "", (host, port))

@@ -1,14 +1,14 @@
-"""Coordinator of the agents of a job, and the thread that leads late agents to it.
+"""Coordinator of the agents of a job, and the thread that redirects late agents to it.
 
-One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator gives them to
-a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
+One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator passes them
+to a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
 keep-alive keys, in the memory of the server, and a decision arrives within a millisecond. The server sets a key when
 the connection of an agent ends; the coordinator looks for it when a keep-alive is late, and wakes up for that only.
 
 Anybody who reaches the store can write to it (`agent_queues`). A report or decision that another program has deleted is
 repeated: each keep-alive contains the agent's last report and the decision for which it waits. When a thread of the
-coordinator fails, the agents hear of it and choose another one. Do not add rules here: they belong to `roster` and
-`keep_alives`; an agent's side belongs to `session`.
+coordinator fails, the agents are notified and choose another coordinator. Do not add rules here: they belong to
+`roster` and `keep_alives`; an agent's side belongs to `session`.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class AgentCoordinator:
             self._roster.leave(key, event["text"])
 
     def _present(self) -> list[str]:
-        """Return the agents to check. That of this process ends with the coordinator."""
+        """Return the agents to check: all but that of this process, which ends with the coordinator."""
         return [key for key in (*self._roster.seats, *self._roster.waiting) if key != self._own]
 
     def _next_check(self) -> float:
@@ -329,7 +329,7 @@ def _event(report: Message) -> Message:
 
 
 class Redirection:
-    """Thread that leads agents which come to the first address of a job to the present one.
+    """Thread that redirects agents from the first address of a job to its present coordinator.
 
     An agent that is started again where the first coordinator ran would serve a rendezvous of its own there.
 

@@ -3,9 +3,9 @@
 The coordinator of the job is one of the agents. When it ends or is cut off, the next host in rank order takes its
 place: all agents know the progress of the job, and the next attempt has a new store, so that no key needs a copy.
 
-An agent waits by a clock and talks through `AgentConnections`, both arguments: tests pass a clock that jumps, and
-connections that fail as they like. Do not add the rules of a job here: they belong to `roster`. Stores and threads
-belong to `agent_connections`, workers to `torchdist_ref.launcher`.
+An agent waits on a clock and communicates through `AgentConnections`. Both are arguments, so that tests can pass a
+clock that jumps, and connections that fail on purpose. Do not add the rules of a job here: they belong to `roster`.
+Stores and threads belong to `agent_connections`, workers to `torchdist_ref.launcher`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run_agent(settings: AgentSettings, workers: Workers, log: Callable[[str], No
         name: Name of this host, for messages. Default: that of the environment, or of the system.
 
     Returns:
-        The end of the job. Code 2 stands for a wrong option or a host that did not come.
+        The end of the job. Code 2 stands for a wrong option or a host that did not arrive.
     """
     name = name or os.environ.get("TORCHDIST_REF_HOST_ID") or socket.gethostname()
     wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,7 +131,7 @@ class HostAgent:
         clock: Clock. Default: the monotonic clock.
 
     Attributes:
-        key: Random name of this agent. It is a new one whenever a coordinator may have taken the last one for lost.
+        key: Random name of this agent, replaced whenever a coordinator may consider its bearer lost.
         progress: State of the job as of the last attempt.
     """
 
@@ -186,7 +186,7 @@ class HostAgent:
                 self._leave_session()
                 self._moved_to = error.host, error.port
             except _Removed:
-                # The coordinator took this host for lost, such as one that was frozen: it joins as a new one.
+                # The coordinator considers this host lost, perhaps because it was frozen. It joins as a new host.
                 self._leave_session()
                 self._renew_key()
                 self._moved_to, lost, deadline = self._at, None, self._new_deadline()
@@ -244,7 +244,7 @@ class HostAgent:
         """Join the next host in rank order; this host becomes the coordinator if it is that one.
 
         All survivors know the hosts of the last attempt and go through them in the same order, so they meet at the same
-        host without a word between them. A host that refuses the connection has certainly ended; one that does not
+        host without communicating. A host that refuses the connection has certainly ended; one that does not
         answer may run on as a part of the job of its own. The new coordinator has to know the difference: see
         `Roster.gone`.
         """

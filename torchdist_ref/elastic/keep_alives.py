@@ -1,7 +1,7 @@
 """Rules of keep-alives: when the coordinator looks at them next, and which agents have ended or fallen silent.
 
 A `KeepAlives` has neither store nor clock: `coordinator` reads the keep-alives and passes what they say, and the time.
-Two looks a second suffice while all agents keep alive. Do not add communication here.
+Two checks a second suffice while all keep-alives arrive. Do not add communication here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Finding(Enum):
     """State of an agent, as the coordinator finds it.
 
     Attributes:
-        BEAT: It has kept alive since the last look.
-        WAITING: It has not, but may yet do so in time.
+        BEAT: A keep-alive has arrived since the last check.
+        WAITING: None has arrived, but one still can in time.
         DISCONNECTED: Its connection has ended, and it is late: it has ended, or left.
         SILENT: It has been silent for too long.
     """

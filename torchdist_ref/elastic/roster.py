@@ -1,7 +1,7 @@
 """Rules of a job on several hosts: which hosts take part, when their workers start and stop, and when the job ends.
 
 A `Roster` turns reports of agents into decisions for all of them. It has no thread, socket or clock, so that tests can
-run years of a job in milliseconds: `coordinator` feeds it. Do not add communication here.
+run years of a job in milliseconds: `coordinator` passes reports and the time to it. Do not add communication here.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Roster:
         decisions: Decisions since the caller last emptied the list.
         running: Whether workers run.
         ended: Whether the job has ended.
-        deposed: Whether most hosts are out of reach, so that another agent may coordinate them.
+        deposed: Whether most hosts are out of reach, so that another agent may coordinate those.
     """
 
     rules: Rules
@@ -272,7 +272,7 @@ class Roster:
 
     @property
     def out_of_reach(self) -> list[str]:
-        """Names of the hosts of the last attempt that take part no more."""
+        """Names of the hosts of the last attempt that no longer take part."""
         return [host.host for host in self.progress.hosts if host.key not in self.seats]
 
     @property
@@ -357,7 +357,8 @@ class Roster:
     def _has_quorum(self, leads: bool) -> bool:
         """Return whether no other part of the last attempt's hosts can go on as this job.
 
-        Hosts that are out of reach may run on. So only the larger part goes on; of two equal parts, the coordinator's.
+        Hosts that are out of reach may still run workers. So only the larger part continues the job; of two equal
+        parts, the one with the coordinator.
         """
         hosts = self.progress.hosts
         reached = sum(host.key in self.seats for host in hosts)

@@ -6,7 +6,7 @@ and the coordinator's number. So neither an unauthenticated peer nor a replay of
 
 Anybody who reaches the store can delete what is in it. So each keep-alive repeats the state of the agent: its last
 report, which replaces those before it, and the number of the decision for which it waits. The agent in the process of
-the coordinator talks to it by `LocalLink` instead. Do not add decisions here: they belong to `coordinator` and
+the coordinator uses a `LocalLink` instead. Do not add decisions here: they belong to `coordinator` and
 `roster`.
 """
 
@@ -93,7 +93,7 @@ def open_store(host: str, port: int, seconds: float) -> TCPStore:
     """Connect to the store of a coordinator.
 
     Raises:
-        CoordinatorLost: There is none within that time.
+        CoordinatorLost: No coordinator accepts within that time.
     """
     try:
         return TCPStore(host, port, timeout=timedelta(seconds=seconds))
@@ -103,7 +103,7 @@ def open_store(host: str, port: int, seconds: float) -> TCPStore:
 
 
 def _reason(error: DistError) -> str:
-    """Return why a store is out of reach, in words of agents: the store's own name ranks and keys."""
+    """Return why a store is out of reach, in terms of agents: the text of the store is about ranks and keys."""
     cause = error.__cause__
     if _has_refused(error):
         return "no process listens there"
@@ -132,7 +132,7 @@ class LocalLink:
 
 
 class AgentSession:
-    """Session of an agent with the coordinator: it keeps alive, reports, and receives decisions on two threads.
+    """Session of an agent with the coordinator: two threads send keep-alives and reports, and receive decisions.
 
     Args:
         store: Store of the coordinator.
@@ -200,7 +200,7 @@ class AgentSession:
             thread.start()
 
     def report(self, kind: str, **content: Any) -> None:
-        """Push a report, which keep-alives repeat until the next one. If the coordinator is lost, `next` says so."""
+        """Push a report, which keep-alives repeat until the next one. If the coordinator is lost, `next` raises."""
         self._serial += 1
         self._last_report = message = content | {"kind": kind, "key": self.info.key, "serial": self._serial}
         if self._local is not None:
@@ -270,7 +270,7 @@ class AgentSession:
         return int(reply["next"])
 
     def _state(self, beat: int) -> str:
-        """Return what a keep-alive says."""
+        """Return the content of a keep-alive."""
         return json.dumps({"beat": beat, "next": self._next, "report": self._last_report})
 
     # Threads
@@ -333,7 +333,7 @@ class AgentSession:
 def authenticate(store: TCPStore, secret: bytes, host: str, where: str, timeout: float) -> str:
     """Return the random number of the session with a coordinator that knows the job token.
 
-    The answer to each question has a key of its own, so that a late answer is not taken for that to a later question.
+    The answer to each request has a key of its own, so that a late answer is not taken for that to a later request.
 
     Args:
         store: Store of the coordinator.

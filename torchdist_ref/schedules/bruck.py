@@ -9,9 +9,9 @@ all_gather: steps ``ceil(lg n)``, bytes ``(n - 1)/n m``. all_to_all: steps ``cei
 Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications", 1997.
 
 **Dissemination** (`dissemination_barrier`): in step ``t`` notify the rank ``2^t`` after this one. After step ``t`` a
-rank has been notified, directly or not, by the ``2^(t+1) - 1`` ranks before it. Steps ``ceil(lg n)``, no bytes: the
-least of a barrier. Operations with data cannot use it: a sum would count some ranks twice. Source: Hensgen, Finkel,
-Manber, "Two algorithms for barrier synchronization", 1988.
+rank has been notified, directly or not, by the ``2^(t+1) - 1`` ranks before it. Steps ``ceil(lg n)``, the fewest
+that a barrier can have; no bytes. Operations with data cannot use it: a sum would count some ranks twice. Source:
+Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988.
 
 **Pairwise** (`pairwise_all_to_all`, `pairwise_reduce_scatter`): in step ``t`` receive from the rank ``t`` before this
 one and send to the rank ``t`` after it. Every block goes straight to its destination, and no link is used twice in a

@@ -95,7 +95,7 @@ def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary:
 
 
 def unregister(op: str, algorithm: str) -> None:
-    """Remove an algorithm that this program added with `register`; nothing if there is none."""
+    """Remove an algorithm that this program added with `register`; without effect if there is none."""
     _registered.pop((op, algorithm), None)
     build.cache_clear()
 
@@ -231,19 +231,19 @@ def choose(
 ) -> str:
     """Return the algorithm to use for one call.
 
-    A reduction has the same bits by all algorithms that this function returns for some number of ranks: they combine
-    the ranks along the `reduction_tree`.
+    For one number of ranks, all algorithms that this function may return for a reduction give the same bits: they
+    combine the ranks along the `reduction_tree`.
 
     Args:
         op: operation, such as ``"all_reduce"``.
         world: number of ranks.
-        nbytes: bytes of the whole buffer: what every rank ends with in all_gather, what the root ends with in
-            gather, what a rank (or the root) starts with in the others.
+        nbytes: bytes of the whole buffer: the result of a rank in all_gather, the result of the root in gather, and
+            the input of a rank (or of the root) in the others.
         hosts: the host of each rank, numbered in any way (default: not known).
         transport: ``"shared_memory"`` (also for ranks that are threads) or ``"tcp"``. Where ``hosts`` names
-            more than one host, messages between them go by TCP whatever this is.
-        rounded: whether a partial result would be rounded where it travels, as a sum of 16-bit floats is, so
-            that the algorithm must be one in which none does (default False).
+            more than one host, messages between hosts go by TCP, whatever this argument is.
+        rounded: whether a partial result would be rounded before it is sent, as a sum of 16-bit floats is. If so,
+            the algorithm is one that sends no partial results (default False).
 
     Returns:
         A name that `build` takes for this operation.
@@ -279,7 +279,7 @@ def choose(
 
 
 def _between_hosts(op: str, world: int, nbytes: int, rounded: bool) -> str:
-    # With two ranks no third one shares the root's work: a second round would only bring it back what it has.
+    # With two ranks no third one can share the root's work, so a second round would gain nothing.
     if world == 2 and op in ("broadcast", "reduce"):
         return "tree"
     return _first((UNROUNDED if rounded else {}).get(op) or BETWEEN_HOSTS[op], nbytes)

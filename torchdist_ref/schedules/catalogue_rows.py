@@ -21,7 +21,7 @@ from torchdist_ref.schedules.schedule import Schedule
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
 THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 SEVERAL = "several ranks on each of several hosts"
-# By algorithm: every name needs one. Two rows differ.
+# Source of each algorithm. Two rows have another one (see `_source`).
 SOURCES = {
     "direct": "shared-memory collectives of MPICH, DeepSpeed",
     "two_shot": "shared-memory collectives of MPICH, DeepSpeed",
@@ -39,8 +39,8 @@ SOURCES = {
     "dissemination": "Hensgen, Finkel, Manber 1988",
 }
 
-# Reductions that combine the ranks in another order than the `reduction_tree`, so that their bits differ from those of
-# all others, and by index in the tensor or by rank. `choose` picks none of them.
+# Reductions that combine the ranks in another order than the `reduction_tree`. Their bits differ from those of all
+# others, and the order depends on the index in the tensor or on the rank. `choose` picks none of them.
 OTHER_TREES = frozenset(
     [*((op, name) for op in ("all_reduce", "reduce") for name in ("ring", "chain"))]
     + [("reduce_scatter", name) for name in ("pairwise", "ring")]

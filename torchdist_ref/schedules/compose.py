@@ -36,7 +36,7 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
 
     Args:
         schedule: to change.
-        change: called when the round is asked for; both ends of the move must stay.
+        change: function of a move, called when its round is requested. It must not change the two ranks.
         symmetric: ``change`` treats all ranks alike, so that some ranks can still represent all.
     """
 
@@ -60,7 +60,7 @@ def _relabel(change: Callable[[Move], Move]) -> Relabel:
     """Return a function that renames ranks or slots in moves; runs stay runs.
 
     Args:
-        change: called with a move, or the first of a run, when it is asked for; indices of slots must stay.
+        change: function of a move, or of the first one of a run. It must not change indices of slots.
     """
 
     def changed(runs: Iterable[Move | Run]) -> Runs:
@@ -75,7 +75,8 @@ def _changed(rounds: Sequence[Round], changed: Callable[[Runs], Runs], spacing: 
     Args:
         rounds: to change.
         changed: called with the moves of a round.
-        spacing: rank ``r`` becomes rank ``r * spacing``, up to an exchange of all; 0 if it becomes any other.
+        spacing: rank ``r`` becomes rank ``r * spacing``, apart from a rotation of all ranks; 0 if ranks change in
+            another way.
         own: moves of single ranks, changed.
     """
 

@@ -4,9 +4,9 @@ On shared memory a move is a read of the sender's slot, so a round is one synchr
 traffic: nothing can be faster for small messages. Between hosts a rank would take ``n - 1`` messages one after
 the other, which the other files avoid.
 
-**Direct**: steps 1. Bytes: `all_reduce` and `reduce` take ``(n - 1) m`` on each rank that has the result (``m``: the
-whole buffer), the others the least possible, ``(n - 1)/n m``. One-shot all-reduce is the small-message
-algorithm of MPICH's and DeepSpeed's shared-memory collectives.
+**Direct**: steps 1. Bytes: in `all_reduce` and `reduce`, each rank that gets the result reads ``(n - 1) m`` (``m``: the
+whole buffer). In the other operations ranks read the least possible, ``(n - 1)/n m``. One-shot all-reduce is the
+small-message algorithm of MPICH's and DeepSpeed's shared-memory collectives.
 
 **Two shots** (`two_shot_all_reduce`, `two_shot_reduce`): every rank reduces one chunk, which it reads from all ranks,
 and then reads the finished chunks. This is the least work possible for large tensors. Steps 2. Bytes that a rank

@@ -6,8 +6,8 @@ algorithms serve there; between the leaders the classic ones do. The root, if th
 Operations on blocks send what is meant for another host through both hosts' leaders. So between two hosts there is
 one message of many blocks in each direction, instead of one per pair of ranks. Blocks in transit are in scratch slots.
 
-A reduction has the `reduction_tree` if each host is a subtree of it (`reduction_tree.are_subtrees`). On other hosts it
-has another one, so `choose` picks another algorithm there, and this one runs only where it is asked for.
+A reduction combines the ranks along the `reduction_tree` if each host is a subtree of it (see `are_subtrees` there).
+Otherwise the order is another one, so `choose` picks another algorithm, and this one runs only where it is asked for.
 
 With ``h`` hosts: steps of the outer algorithm on ``h`` ranks, plus one or two rounds within the hosts.
 Source: Karonis et al., "Exploiting hierarchy in parallel computer networks", 2000; MPICH's and NCCL's trees;
@@ -66,7 +66,7 @@ def all_reduce(hosts: Hosts) -> Schedule:
     """Reduce to the leaders, run halving-doubling between them, broadcast from them.
 
     Halving-doubling divides the tensor by the number of leaders, within the hosts too. With more than
-    `MAX_LEADER_CHUNKS` of them the arrows would need too much memory, so they exchange whole tensors.
+    `MAX_LEADER_CHUNKS` leaders the moves would need too much memory, so leaders exchange whole tensors.
     """
     world, groups = len(hosts), teams(hosts)
     few = len(groups) <= MAX_LEADER_CHUNKS

@@ -17,10 +17,11 @@ SizeTable = tuple[tuple[float, str], ...]
 # faster up to here. Measured with 4 and 8 ranks on 2 cores of an AMD EPYC, Linux 6.18, 2026-11-21.
 ONE_ROUND_BYTES = 256 * KIB
 
-# Within a host everything is direct but for these. Measured as above, 2026-11-22.
+# Within a host, the direct algorithm is used except in these cases. Measured as above, 2026-11-22.
 # - A second round costs one more synchronization, and saves the addition of all tensors on each reducing rank.
 # - When the blocks for all ranks no longer fit into one window, each window of a direct exchange waits for all ranks,
-#   and one with a peer after the other waits for one. A reduction would have to round its sums after each peer.
+#   while a pairwise exchange waits for one peer at a time. Reductions stay direct: pairwise, they would round the sum
+#   after each peer.
 WITHIN_A_HOST: dict[str, SizeTable] = {
     "all_reduce": ((ONE_ROUND_BYTES, "direct"), (float("inf"), "two_shot")),
     "reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot")),
@@ -31,11 +32,12 @@ WITHIN_A_HOST: dict[str, SizeTable] = {
 # Measured with 2 ranks on 2 cores of the same machine, 2026-11-22.
 BETWEEN_TWO: dict[str, SizeTable] = {"all_reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot"))}
 
-# Ranks on one host up to which the tables above hold. Beyond, an algorithm in which every rank reads from every other
-# one costs more in signals, whose number grows with the square of the ranks, than in copies.
+# Largest number of ranks on one host for which the tables above hold. With more ranks, an algorithm in which every rank
+# reads from every other one spends more on signals, whose number grows with the square of the ranks, than on copies.
 MOST_DIRECT_RANKS = 64
 
-# More ranks than that on one host, who share few cores or are simulated: few messages a rank. 2026-11-29.
+# More ranks than that on one host, which share few cores or are simulated: algorithms with few messages for each rank.
+# 2026-11-29.
 MANY_WITHIN_A_HOST: dict[str, SizeTable] = {
     "all_reduce": ((4 * KIB, "recursive_doubling"), (float("inf"), "blocks")),
     "reduce": ((float("inf"), "tree"),),

@@ -1,4 +1,4 @@
-"""Network of a cluster as a few numbers: seconds a message, a byte moved and a byte reduced, and the host of each rank.
+"""Network of a cluster as a few numbers: seconds per message and per byte, and the host of each rank.
 
 One model serves the clock of schedules (`simulate`) and the simulation of whole programs (`torchdist_ref.simulation`).
 Links of known speed have names (`LINKS`), and `Network.from_file` reads the numbers that
@@ -20,7 +20,7 @@ from torchdist_ref.errors import ArgumentError, explain
 
 
 class LinkSpeed(NamedTuple):
-    """Seconds a message and a byte on a link of known speed.
+    """Seconds per message and per byte on a link of known speed.
 
     Attributes:
         alpha: Seconds per message.
@@ -76,12 +76,13 @@ class Network:
         local_alpha: seconds per message within a host (default 0.3 microseconds, a semaphore).
         local_beta: seconds per byte within a host (default 8 GB/s, a copy).
         copy: seconds per byte that a rank copies in its own memory, as to a staging buffer (default 0).
-        overhead: seconds that a rank needs for each call besides (default 0).
+        overhead: further seconds that a rank needs for each call (default 0).
         cache: bytes of a rank's tensors in a call that its cache holds (default: any number).
         memory: seconds per byte that a rank reads from memory or writes to it where a call exceeds the cache (default
             0); see `WRITTEN` for how often that is.
         overlap: whether a rank computes, sends and receives at once, as with a network card that reads and writes its
-            memory (default). False for one processor that does each of these itself, but for waiting `alpha` seconds.
+            memory (default). False for a processor that does one of these at a time; waiting for `alpha` seconds does
+            not occupy it.
 
     Raises:
         ArgumentError: a number is negative or not finite.

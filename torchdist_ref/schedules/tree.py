@@ -1,4 +1,4 @@
-"""Binomial tree and pipelined chain: a tensor spreads from a root, or collects there.
+"""Binomial tree and pipelined chain: a tensor is spread from a root, or collected there.
 
 **Tree**: in every step, each rank that has the tensor sends it to one that does not. The number of ranks that have
 it doubles, so ``ceil(log2 n)`` steps reach all of them: the least possible. Trees are written for root 0 and shifted,
@@ -52,8 +52,8 @@ def broadcast(world: int, root: int = 0) -> Schedule:
 def reduce(world: int, root: int = 0) -> Schedule:
     """Combine neighbors in pairs, then pairs, then fours; in each step half of the ranks send what they have.
 
-    The shape is that of a broadcast reversed. But a root is not shifted to: that would combine other ranks first. Rank
-    ``i`` plays the rank whose bits differ from the root's where its own do, which leaves the `reduction_tree` as it is.
+    The shape is that of a broadcast reversed, but the tree is not shifted to the root: that would combine other ranks
+    first. Instead, rank ``i`` plays rank ``i ^ root``, which leaves the `reduction_tree` as it is.
     """
     core, ranks = core_size(world), core_ranks(world, root)
     end = ranks.index(root)

@@ -6,8 +6,8 @@ appended since, and appends its own. A reader holds the shared lock. The format 
 one file. Two counters without a slash are the store's own: "refcount/" (objects that have the file open) and "cleanup/"
 (objects that have closed it). The last of `world_size` objects removes the file.
 
-Unlike torch's: a file that is not a store's is an error at once, `delete_key` returns whether the key existed, and
-locks are waited for no longer than the time-out.
+It differs from torch's store in three ways. A file that is not a store's raises an error at once, `delete_key` returns
+whether the key existed, and a lock is awaited no longer than the time-out.
 
 Each process that can open the file can hold its lock, and so stall the job. So the file is created for its owner
 only, and those of other users, or which other users can write, are refused. torch creates its files readable by all:

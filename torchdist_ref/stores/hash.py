@@ -99,7 +99,7 @@ class Table:
         self.memory = memory or MemoryBudget()
 
     def absent(self, keys: Iterable[bytes]) -> Iterator[bytes]:
-        """Return an iterator over the keys that do not exist, in order. It makes no call in Python for each."""
+        """Return an iterator over the keys that do not exist, in order. It calls no Python function for each key."""
         return filterfalse(self.queues.__contains__, filterfalse(self.values.__contains__, keys))
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:

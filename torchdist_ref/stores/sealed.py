@@ -5,7 +5,7 @@ be given one. So the values that ranks believe are sealed: an HMAC of key and va
 before each value. A value with a wrong code raises `AuthenticationError`. The code covers the key, so a value cannot be
 moved to another key. Values hold no secrets, since everybody who reads the store reads them.
 
-Numbers of `add` and `barrier` and the lengths of queues cannot be sealed: base no trust on them. Do not add ways to get
+Counters of `add` and `barrier` and the lengths of queues cannot be sealed: do not trust them. Do not add ways to get
 a session key here: `torchdist_ref.membership.trust` has those.
 """
 

@@ -124,7 +124,7 @@ class _Attempts:
         self._failures.append((address, OSError(code, text)))
 
     def _seconds(self, deadline: Deadline) -> float:
-        """Return the time until there is something to do, but for what the sockets report."""
+        """Return the time until the next action, unless a socket reports something before."""
         if not self._pending:
             return 0.0
         waits = self._untried or self._failures
@@ -295,8 +295,8 @@ def refused_server(sock: socket.socket) -> int | None:
     Of the processes of this host, only those of this user and of root are used; -1 stands for a connection that is
     closed already. Servers of other hosts are unknown to the kernel.
 
-    A connection that was not accepted yet has no owner, so that of the listening socket counts. The kernel looks for
-    that one first: a connection that still waits afterward waits in its queue, and would have ended with it.
+    A connection that was not accepted yet has no owner, so the owner of the listening socket counts. The kernel looks
+    for that one first: a connection that still waits afterward is in its queue, and would have ended with it.
     """
     peer, own = sock.getpeername(), sock.getsockname()
     if trusts_network():
@@ -313,7 +313,7 @@ def refused_server(sock: socket.socket) -> int | None:
 def _is_elsewhere(sock: socket.socket, host: str) -> bool:
     """Return whether the peer, a socket that this host did not know a moment ago, is on another host.
 
-    One of this host was closed then, and so this end is no longer connected: what it sent before is not believed.
+    A peer on this host has been closed meanwhile. So this end is no longer connected, and what it received is not used.
     """
     return not is_loopback(host) and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CONNECTED
 
@@ -323,7 +323,7 @@ def _refused(user: int | None) -> int | None:
 
 
 class SocketOwners:
-    """Users that own TCP sockets of this host, as the kernel says; it is asked over one socket, opened at first use.
+    """Users that own TCP sockets of this host, as the kernel reports them over one socket, opened at first use.
 
     sock_diag(7) finds a socket by its two addresses, and one that listens by its own. One process asks at a time.
 
@@ -353,17 +353,17 @@ class SocketOwners:
             # The kernel replies within the system call that sends: nothing has to be waited for.
             replies = [self._netlink.recv(_REPLY_BYTES, socket.MSG_DONTWAIT) for _ in ends]
         except OSError as error:
-            # A reply that has not come had no memory.
+            # If a reply is missing, the kernel had no memory for it.
             self.error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) if error.errno == errno.EAGAIN else error
             # Other replies may be left in it.
             self.close()
-            # Without descriptors or memory, nobody is believed: others could use them up.
+            # Without descriptors or memory, no user is trusted: others could use them up.
             return [_UNASKED if error.errno in (*EXHAUSTED, errno.EAGAIN) else None] * len(ends)
-        # All have been read: a reply that cannot be parsed leaves none that the next question would get.
+        # All have been read: a reply that cannot be parsed leaves none that the next request would get.
         return [_owner_in(reply, peer is None) for reply, (_, peer) in zip(replies, ends, strict=True)]
 
     def close(self) -> None:
-        """Close the socket; the next question opens another."""
+        """Close the socket; the next request opens another."""
         if self._netlink is not None:
             self._netlink.close()
             self._netlink = None
@@ -417,7 +417,7 @@ class StoreAcceptor:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def accept(self, descriptor: int) -> list[socket.socket]:
-        """Return some of the connections that wait at a listening socket of which the poller says that any do."""
+        """Return some of the connections that wait at a listening socket, after the poller has reported it."""
         listener, peers, lack = self.listeners[descriptor], list[Peer](), None
         try:
             while len(peers) < _ACCEPTED_AT_ONCE:
@@ -425,8 +425,8 @@ class StoreAcceptor:
         except BlockingIOError:
             pass
         except OSError as error:
-            # The kernel reports this even where nobody waits any more. Other errors concern only the connection, which
-            # is closed already.
+            # The kernel reports this even if no connection waits any more. Other errors concern only the connection,
+            # which is closed already.
             lack = error if error.errno in EXHAUSTED and not peers else None
         # The kernel is asked once for the owners of all of them.
         users = refused_users(self._owners, listener, peers) if peers else []
