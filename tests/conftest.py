@@ -104,8 +104,10 @@ def wait_for(pid: int, seconds: float) -> None:
     """Wait until a process ends, at most so long."""
     import select
 
+    from torchdist_ref.processes.linux_calls import pidfd_open
+
     try:
-        descriptor = os.pidfd_open(pid)
+        descriptor = pidfd_open(pid)
     except ProcessLookupError:
         return
     try:

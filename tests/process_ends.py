@@ -8,12 +8,14 @@ import os
 import select
 from collections.abc import Callable, Iterable
 
+from torchdist_ref.processes.linux_calls import pidfd_open
+
 
 def all_ended(pids: Iterable[int]) -> bool:
     """Return whether all processes end within 30 s. A zombie has ended: its new parent may reap it much later."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
+            descriptor = pidfd_open(pid)
             ended, _, _ = select.select([descriptor], [], [], 30)
             os.close(descriptor)
             if not ended:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdist_ref.processes.linux_calls import pidfd_open
+
 SHOW = """
 import json, os, sys
 held = [number for number in range(400) if os.path.exists(f"/proc/self/fd/{number}")]
@@ -101,7 +103,7 @@ def test_signals_reach_the_program(number: signal.Signals, python_with_torch: st
     )
     with subprocess.Popen([python_with_torch, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        handle = os.pidfd_open(int(process.stdout.readline()))
+        handle = pidfd_open(int(process.stdout.readline()))
         process.send_signal(number)
         assert process.wait(60) == {signal.SIGTERM: 5, signal.SIGINT: 6, signal.SIGKILL: -9}[number]
         assert select.select([handle], [], [], 60)[0]

@@ -25,13 +25,15 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 # More than a program has open at its start, and fewer than a process may have.
 MANY = 200
+# Loaded by its path: the library is not.
+LINUX_CALLS = Path(__file__).parents[1] / "torchdist_ref" / "processes" / "linux_calls.py"
 LOADED = ("torch", "torch._dynamo")
 # The exit code of a program, once it is known; None if Python finds it.
 ENDS: dict[str, int | None] = {"with": None}
@@ -123,6 +125,7 @@ def serve(executable: str, number: str) -> tuple[dict[str, Any], list[int]]:
     gc.freeze()
     # 0.4 s, and two forks of each program take 22 ms less. This file is not in a package here.
     runpy.run_path(str(Path(__file__).with_name("huge_pages.py")))["collapse"]()
+    pidfd_open = runpy.run_path(str(LINUX_CALLS))["pidfd_open"]
     with socket.socket(fileno=int(number)) as listener:
         while True:
             readable = select.select([listener.fileno(), 0], [], [])[0]
@@ -136,10 +139,10 @@ def serve(executable: str, number: str) -> tuple[dict[str, Any], list[int]]:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-    return accept(connection)
+    return accept(connection, pidfd_open)
 
 
-def accept(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def accept(connection: socket.socket, pidfd_open: Callable[[int], int]) -> tuple[dict[str, Any], list[int]]:
     """Fork the process of a program, where this returns; here, wait until it or the process that asked ends."""
     # A program that kills its group kills neither the server nor the tests.
     os.setsid()
@@ -151,7 +154,7 @@ def accept(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     for number in files:
         os.close(number)
     connection.sendall(pid.to_bytes(4))
-    handle = os.pidfd_open(pid)
+    handle = pidfd_open(pid)
     if handle not in select.select([handle, connection.fileno()], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

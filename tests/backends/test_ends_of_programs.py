@@ -24,6 +24,7 @@ ENDED = "the program of rank 1 ended without destroying the group"
 EXIT = """
 import json, os, select, sys, torch
 import torchdist_ref as dist
+from torchdist_ref.processes.linux_calls import pidfd_open
 dist.init_process_group
 
 def program(rank, number, end):
@@ -33,7 +34,7 @@ def program(rank, number, end):
     if rank == 1:
         exec(end)
     poll = select.poll()
-    poll.register(os.pidfd_open(pids[1]), select.POLLIN)
+    poll.register(pidfd_open(pids[1]), select.POLLIN)
     assert poll.poll(30_000)
     try:
         dist.barrier()

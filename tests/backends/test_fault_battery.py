@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref.processes.linux_calls import pidfd_open
 from torchdist_ref.testing import RankError, run
 
 TRIALS = 200
@@ -129,7 +130,7 @@ def idle(rank: int, trial: Trial, path: str) -> Outcome:
     """Make the next call only after the victim has ended: it must raise on each survivor."""
     if rank == trial.victim:
         threading.Event().wait()
-    ended = os.pidfd_open(int(Path(path, f"pid{trial.victim}").read_text()))
+    ended = pidfd_open(int(Path(path, f"pid{trial.victim}").read_text()))
     import select
 
     select.select([ended], [], [], 10.0)

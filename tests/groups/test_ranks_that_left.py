@@ -17,6 +17,7 @@ from tests.backends.failing_ranks import CULPRIT, SURVIVORS, errors_of_survivors
 from tests.covering import covering
 from tests.outcomes import NEVER, failing
 from tests.ports import reserve_port
+from torchdist_ref.processes.linux_calls import pidfd_open
 from torchdist_ref.testing import RankError, run
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -165,7 +166,7 @@ def shrink_when_rank_0_has_ended(rank: int, port: int, hosts: str) -> tuple[str,
             dist.shrink_group([1])
         dist.destroy_process_group()
         os._exit(7)
-    assert select.select([os.pidfd_open(pids[0])], [], [], 20)[0]
+    assert select.select([pidfd_open(pids[0])], [], [], 20)[0]
     return failing(lambda: dist.shrink_group([1]))
 
 

@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0
 # Some faults make ranks wait for a time-out; four runs more than the cores of CI fill that time.
 RUNS_AT_ONCE = 6
+# Some builds of Python have none in `os`. Loaded by its path: the project must not be loaded here.
+PIDFD_OPEN = runpy.run_path(str(ROOT / "torchdist_ref" / "processes" / "linux_calls.py"))["pidfd_open"]
 # Tests that run without a fault at first.
 CONTROL = "tests/stores/test_prefix.py tests/parallel/test_bucketing.py"
 # The tests that CI runs.
@@ -129,7 +131,7 @@ def start(original: Path, fault: Fault | None, tests: str, attempt: int = 1) -> 
     pid = os.fork()
     if not pid:
         run_pytest(folder, tests)
-    return Run(fault, attempt, folder, pid, os.pidfd_open(pid))
+    return Run(fault, attempt, folder, pid, PIDFD_OPEN(pid))
 
 
 def run_pytest(folder: str, tests: str) -> NoReturn:

@@ -19,6 +19,7 @@ SCRIPT = """
 import atexit, os, select
 import torch
 import torchdist_ref as dist
+from torchdist_ref.processes.linux_calls import pidfd_open
 
 dist.init_process_group("ref")
 rank, pids = dist.get_rank(), [None] * 3
@@ -27,7 +28,7 @@ dist.all_gather_object(pids, os.getpid())
 def wait_for_the_others():
     for pid in (pids[0], pids[2]):
         poll = select.poll()
-        poll.register(os.pidfd_open(pid))
+        poll.register(pidfd_open(pid))
         assert poll.poll(30_000), "the others wait for the end of rank 1"
 
 if rank == 1:
@@ -41,6 +42,7 @@ PRINTS_LAST = """
 import os, select, sys
 from pathlib import Path
 from torchdist_ref.processes import failure_record
+from torchdist_ref.processes.linux_calls import pidfd_open
 
 record = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 fifo = str(record.parents[1] / "pid")
@@ -53,7 +55,7 @@ if os.environ["RANK"] == "0":
     while not (record.parents[1] / "1" / record.name).exists():
         select.select([], [], [], 0.001)
     sys.exit(3)
-other = os.pidfd_open(int(Path(fifo).read_text()))
+other = pidfd_open(int(Path(fifo).read_text()))
 sys.stderr.write("Traceback\\n")
 failure_record.write(ValueError("boom"))
 assert select.select([other], [], [], 30)[0], "rank 0 ends"

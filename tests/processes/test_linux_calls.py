@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,7 +18,9 @@ from torchdist_ref.processes import linux_calls
 
 PORTABLE = """
 import os, signal, socket, sys, torch
-del os.pidfd_open, os.memfd_create, os.MFD_CLOEXEC, signal.pidfd_send_signal, socket.TCP_NOTSENT_LOWAT
+for module in (os, signal, socket):
+    for name in ("pidfd_open", "memfd_create", "MFD_CLOEXEC", "pidfd_send_signal", "TCP_NOTSENT_LOWAT"):
+        vars(module).pop(name, None)
 import torchdist_ref as dist
 from torchdist_ref.testing import fill, run
 
@@ -45,7 +48,7 @@ def through(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((os, "pidfd_open"), (os, "memfd_create"), (signal, "pidfd_send_signal")):
-            patch.delattr(module, name)
+            patch.delattr(module, name, raising=False)
         importlib.reload(linux_calls)
         assert linux_calls.pidfd_open is not getattr(os, "pidfd_open", None)
         yield
@@ -80,3 +83,11 @@ def test_ranks_run_on_a_python_without_them(python_with_torch: str, tmp_path: Pa
     command = [python_with_torch, "-c", PORTABLE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and "ran" in done.stdout, done.stdout + done.stderr
+
+
+def test_tests_and_library_call_them_by_this_module() -> None:
+    """A test that calls those of `os` fails on builds of Python that lack them."""
+    call = re.compile(r"\b(os|signal)\.(pidfd_open|memfd_create|pidfd_send_signal)\b")
+    files = [path for part in ("tests", "torchdist_ref", "docs/_ext") for path in (ROOT / part).rglob("*.py")]
+    found = [str(path.relative_to(ROOT)) for path in files if call.search(path.read_text(encoding="utf-8"))]
+    assert len(files) > 500 and not found

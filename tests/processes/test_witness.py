@@ -11,6 +11,7 @@ import pytest
 from tests.process_ends import answer_of_child
 from torchdist_ref.membership import peer_processes
 from torchdist_ref.processes import witness
+from torchdist_ref.processes.linux_calls import memfd_create
 from torchdist_ref.processes.witness import is_gone, own_witness
 
 
@@ -31,7 +32,7 @@ def test_a_process_that_ends_has_not_lost_its_witness() -> None:
 
 
 def test_another_file_with_the_number_of_the_witness_is_none() -> None:
-    descriptor = os.memfd_create("another")
+    descriptor = memfd_create("another")
     another = descriptor << 32 | os.fstat(descriptor).st_ino + 1
     assert is_gone(os.getpid(), another) and not is_gone(os.getpid(), another - 1)
     os.close(descriptor)

@@ -11,6 +11,7 @@ import pytest
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.membership import peer_processes
 from torchdist_ref.membership.peer_processes import PeerProcesses
+from torchdist_ref.processes import linux_calls
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports import segment, selection
@@ -86,7 +87,7 @@ def test_a_process_without_descriptors_does_not_blame_another(monkeypatch: pytes
 
 
 def test_processes_that_cannot_all_be_watched_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, original = [], os.pidfd_open
+    opened, original = [], linux_calls.pidfd_open
 
     def open_one(pid: int) -> int:
         opened.append(original(pid) if not opened else at_the_limit())
