@@ -2,8 +2,8 @@
 
 One virtual environment, `.nox/shared`, serves all sessions: torch alone takes 1.4 GB (CPU) or 5 GB (CUDA), and a
 second copy would buy nothing, since the versions are pinned in one place (the extras in pyproject.toml). It is made
-by the first session that runs and reused until pyproject.toml changes. Only `package` makes environments of its own,
-to see the project the way a user's pip sees it.
+by the first session that runs and reused until pyproject.toml changes. Three sessions make environments of their own:
+`package` sees the project as a user's pip does, `release` has other tools, and `versions` other Pythons and torches.
 
 What does not belong here: the work itself. A session installs, says what it is about to do, and calls one command.
 """
