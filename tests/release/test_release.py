@@ -59,6 +59,7 @@ def test_a_command_that_fails_ends_with_its_message(repository: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_one_command_makes_a_release_and_leaves_only_a_commit_a_tag_and_the_files(tmp_path: Path) -> None:
     """Slow, a minute: the tools are installed, and sdist and wheel are built twice."""
     clone, tools = tmp_path / "clone", tmp_path / "tools"
