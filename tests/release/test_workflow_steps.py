@@ -100,8 +100,10 @@ class Hosted:
         return done
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_steps_of_a_release_publish_what_they_built(tmp_path: Path) -> None:
-    """Slow, some seconds: sdist and wheel are built twice."""
+    """Slow, 9 s of CPU: sdist and wheel are built twice."""
     version = torchdist_ref.__version__
     modules = tmp_path / "modules"
     modules.mkdir()
