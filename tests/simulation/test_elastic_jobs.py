@@ -86,7 +86,7 @@ def test_a_host_may_end_at_any_operation_of_its_agent(host: int) -> None:
     """
     whole = run_job(steps, 3, [], 0.1, min_hosts=2, network=NETWORK)
     continued = []
-    for operation in range(1, whole.operations[host] + 1, 5):
+    for operation in range(1, whole.operations[host] + 1, 3):
         saved: list[int] = []
         fault = EndHost(host=host, operation=operation)
         try:
@@ -100,7 +100,7 @@ def test_a_host_may_end_at_any_operation_of_its_agent(host: int) -> None:
         assert len(saved) == STEPS and saved[-1] in (3, found.attempts[-1].world_size), operation
         assert len(found.values) == found.attempts[-1].world_size, operation
         assert [code for each, code in enumerate(found.codes) if each != host] == [0, 0], operation
-    assert len(continued) >= 5
+    assert len(continued) >= 2
 
 
 def test_a_killed_worker_restarts_all_within_the_limit() -> None:

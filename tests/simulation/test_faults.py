@@ -40,7 +40,7 @@ def continued(rank: int) -> tuple[int, float]:
 
 
 def test_the_survivors_of_a_death_continue_under_new_numbers() -> None:
-    result = simulation.run(continued, 4, faults=[Kill(rank=1, operation=70)])
+    result = simulation.run(continued, 4, faults=[Kill(rank=1, operation=40)])
     assert result.faults and result.values == [(3, 0), None, (3, 1), (3, 2)]
 
 
@@ -199,6 +199,6 @@ def test_a_wait_shorter_than_a_microsecond_ends() -> None:
             return str(error)
         return ""
 
-    plan = [Kill(rank=CULPRIT, operation=2)]
+    plan = [Kill(rank=CULPRIT, operation=1)]
     result = simulation.run(program, 2, init=False, faults=plan, network=Network(hosts=(0, 0)))
     assert "did not join in time" in result.values[0]

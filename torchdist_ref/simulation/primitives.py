@@ -49,14 +49,17 @@ _SLICES = {
 see, so they need not look by themselves. Those of stores are in `store.stores_of`."""
 
 
-def _step() -> Task | None:
+def _step(is_noticed: bool = True) -> Task | None:
     """Note an operation of the calling thread, and return its task; None if it belongs to no simulation.
 
     Threads that are left when the run is over only release what they hold.
+
+    Args:
+        is_noticed: See `Scheduler.step_of`.
     """
     task = current_task()
     if task is not None and not (scheduler := task.scheduler).is_over:
-        scheduler.step_of(task)
+        scheduler.step_of(task, is_noticed)
     return task
 
 
@@ -71,7 +74,7 @@ class SimulatedLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """See `threading.Lock.acquire`; the time-out is virtual."""
-        task = _step()
+        task = _step(is_noticed=False)
         if not self._locked:
             self._locked, self._owner = True, task
             return True
@@ -194,7 +197,7 @@ class SimulatedQueue:
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """See `queue.SimpleQueue.put`."""
-        _step()
+        _step(is_noticed=False)
         self._items.append(item)
         while self._waiting:
             task = self._waiting.popleft()
@@ -206,7 +209,7 @@ class SimulatedQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """See `queue.SimpleQueue.get`; the time-out is virtual."""
-        task = _step()
+        task = _step(is_noticed=False)
         end = None if timeout is None else self._scheduler.now + timeout
         while not self._items:
             if not block or task is None or (end is not None and self._scheduler.now >= end):
@@ -258,12 +261,16 @@ class SimulatedSemaphore:
         self._count += 1
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """See `transports.base.Semaphore.acquire`; the time-out is virtual."""
-        _step()
+        """See `transports.base.Semaphore.acquire`; the time-out is virtual.
+
+        It is an operation only where it waits. Nobody else acquires the semaphore, so others cannot notice the rest.
+        """
+        may_wait = block and timeout != 0
+        _step(is_noticed=may_wait and not self._count)
         if self._count:
             self._count -= 1
             return True
-        if not block or timeout == 0:
+        if not may_wait:
             return False
         task = self._scheduler.running()
         if task.alarmed:
@@ -481,16 +488,19 @@ _OF_PYTHON = (
 
 
 _LIBRARY, _SIMULATION = __name__.partition(".")[0], __name__.rpartition(".")[0]
+_listed: list[Any] = [0, []]
+"""Number of modules of the process, and those of them in which names are replaced."""
 _found: dict[ModuleType, tuple[int, tuple[str, ...]]] = {}
 """Names to replace in modules other than the program's, with the number of names that the module had."""
 
 
-def _modules() -> Iterator[ModuleType]:
-    """Yield the modules in which names are replaced, apart from the program's."""
-    own = [name for name in sys.modules if name.startswith(_LIBRARY) and not name.startswith(_SIMULATION)]
-    for name in (*_OF_PYTHON, *own):
-        if (module := sys.modules.get(name)) is not None:
-            yield module
+def _modules() -> Sequence[ModuleType]:
+    """Return the modules in which names are replaced, apart from the program's; looked for again if there are more."""
+    if _listed[0] != len(sys.modules):
+        own = [name for name in sys.modules if name.startswith(_LIBRARY) and not name.startswith(_SIMULATION)]
+        _listed[:] = len(sys.modules), [sys.modules[name] for name in (*_OF_PYTHON, *own) if name in sys.modules]
+    modules: list[ModuleType] = _listed[1]
+    return modules
 
 
 def _names(module: ModuleType) -> tuple[str, ...]:

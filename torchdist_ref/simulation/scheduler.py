@@ -300,15 +300,22 @@ class Scheduler:
         """
         self.step_of(self.running())
 
-    def step_of(self, task: Task) -> None:
-        """Do the same for the running task, which the caller has looked up."""
+    def step_of(self, task: Task, is_noticed: bool = True) -> None:
+        """Do the same for the running task, which the caller has looked up.
+
+        Args:
+            task: The task.
+            is_noticed: Whether other ranks can notice what follows. The locks and queues of a rank are its own: another
+                of its threads may come first, but a death before one is a death before the next operation.
+        """
         if task is not self.current:
             self._refuse()
         # By far the most frequent call of a run: a context manager would double its time.
         try:
             if self.compute:
                 self.charge(task)
-            self.on_step(task)
+            if is_noticed:
+                self.on_step(task)
             if self.is_over or task.owner in self._dead or task.owner in self._held:
                 self._set_aside(task)
             elif self._ready and not self.policy.is_plain:
