@@ -107,6 +107,7 @@ class Presence:
         self._nonce, self._backend = nonce, backend
         self._other_size: MismatchError | None = None
         self._unknown = deque[int]()
+        self._sought: list[Sequence[int]] = []
         self.look_for(range(size) if others is None else others)
         self._processes = PeerProcesses({})
 
@@ -121,8 +122,8 @@ class Presence:
         return self._store.get_if_present(key) == value.encode()
 
     def look_for(self, ranks: Sequence[int]) -> None:
-        """Look for these ranks too."""
-        self._unknown.extend(other for other in ranks if other != self._rank)
+        """Look for these ranks too, from the next check on: most initializations succeed without one."""
+        self._sought.append(ranks)
 
     def nonce_in(self, rank: int, announcement: bytes) -> str:
         """Return the nonce in the announcement of a rank.
@@ -156,6 +157,8 @@ class Presence:
 
     def _find(self) -> None:
         """Look for the next announcements; a few at a time, since each costs a request."""
+        while self._sought:
+            self._unknown.extend(other for other in self._sought.pop(0) if other != self._rank)
         for _ in range(min(_CHECKED_AT_ONCE, len(self._unknown))):
             rank = self._unknown.popleft()
             if (found := self._announced(rank)) is None:

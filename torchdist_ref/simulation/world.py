@@ -158,6 +158,7 @@ class SimulatedSegment:
     Attributes:
         owners: As the argument.
         hosts: Host of each rank of the group.
+        owners_on: Ranks of the run, by the host that they are on.
         buffer: The memory. Untouched pages use none.
     """
 
@@ -166,9 +167,9 @@ class SimulatedSegment:
         self.buffer = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self.bytes = memoryview(self.buffer)
         self.hosts = tuple(world.wires.hosts[owner] for owner in owners)
-        self.groups_of_hosts: dict[int, list[int]] = {}
-        for rank, owner in enumerate(owners):
-            self.groups_of_hosts.setdefault(world.wires.hosts[owner], []).append(rank)
+        self.owners_on: dict[int, list[int]] = {}
+        for owner in owners:
+            self.owners_on.setdefault(world.wires.hosts[owner], []).append(owner)
         self._semaphores: dict[int, SimulatedSemaphore] = {}
         # By owner and then by the rank that sees it. A rank that was sent a row alone has a copy of its own; all others
         # of a host see what was published there last.
@@ -321,15 +322,15 @@ class SimulatedEnd(CommonSegment):
         # Who waits in vain for a rank that left in good order looks when nothing else can happen (`on_quiet`).
         is_abort = shared.row_of(rank, rank).status == ABORTED
         scheduler.step()
-        for host, targets in shared.groups_of_hosts.items():
-            to = [shared.owners[target] for target in targets if target != rank]
-            arrival = wires.last_arrival(scheduler.now, source, to) if to else scheduler.now
+        for host, to in shared.owners_on.items():
+            arrival = wires.last_arrival(scheduler.now, source, to) if to != [source] else scheduler.now
 
             def arrive(host: int = host, to: Sequence[int] = to) -> None:
                 shared.show(rank, host, content)
                 if is_abort:
                     for each in to:
-                        scheduler.alarm(each)
+                        if each != source:
+                            scheduler.alarm(each)
 
             if arrival > scheduler.now:
                 scheduler.at(arrival, arrive)
@@ -375,7 +376,7 @@ def connect(world: SimulatedWorld, group: selection.GroupEndpoints) -> Link:
     link.liveness = SimulatedLiveness(world, owners)
     link.rows = end.rows()
     link.row = link.rows[rank]
-    link.hosts = segment.hosts if len(segment.groups_of_hosts) > 1 else None
+    link.hosts = segment.hosts if len(segment.owners_on) > 1 else None
     link.row.join(os.getpid())
     world.ends.setdefault(owners[rank], []).append((link, segment))
     with link.joining():

@@ -210,20 +210,21 @@ def _exchange_endpoints(
     """
     host, process = simulated_place.get() or (os.environ.get(HOST_VARIABLE), os.getpid())
     endpoint = _own_endpoint(process, host)
-    own = {f"endpoint/{rank}": b"|".join([endpoint, segment])}
-    keys = [f"endpoint/{r}" for r in range(len(members))]
+    own = {_endpoint_of(rank): b"|".join([endpoint, segment])}
     limit = store.timeout if timeout is None else timedelta(seconds=timeout)
+    is_large = len(members) > MAX_PREPARED_RANKS
     try:
-        if len(members) <= MAX_PREPARED_RANKS:
-            return _endpoints(store.wait_get(keys, limit, own))
-        if rank:
+        if is_large and rank:
             return _unpacked(*store.wait_get([_ALL_ENDPOINTS], limit, own))
-        packed = b"".join(_LENGTH.pack(len(value)) + value for value in store.wait_get(keys, limit, own))
+        values = store.wait_get([_endpoint_of(each) for each in range(len(members))], limit, own)
+        if not is_large:
+            return _endpoints(values)
+        packed = b"".join(_LENGTH.pack(len(value)) + value for value in values)
         store.set(_ALL_ENDPOINTS, packed)
         return _unpacked(packed)
     except StoreTimeoutError as error:
         # If all have published, rank 0 has not read it.
-        absent = [r for r, key in enumerate(keys) if not store.check([key])] or [0]
+        absent = [each for each in range(len(members)) if not store.check([_endpoint_of(each)])] or [0]
         raise RankStalledError(
             f"{operation} on {rank_names([rank], members)}: {rank_names(absent, members)} of {len(members)} did not "
             f"join in time. Every member has to create the group."
@@ -231,6 +232,10 @@ def _exchange_endpoints(
 
 
 _ALL_ENDPOINTS, _LENGTH = "endpoints", struct.Struct("<I")
+
+
+def _endpoint_of(rank: int) -> str:
+    return f"endpoint/{rank}"
 
 
 def _endpoints(values: Sequence[bytes]) -> tuple[RankEndpoint, ...]:
