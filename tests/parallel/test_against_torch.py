@@ -41,7 +41,7 @@ def beside(rank: int, world: int, name: str, options: dict[str, dict[str, Any]],
     return found
 
 
-@pytest.mark.parametrize(("name", "backend"), covering(MODELS, ["ref", "gloo"]))
+@pytest.mark.parametrize(("name", "backend"), covering([*MODELS], ["ref", "gloo"]))
 def test_twenty_steps_on_two_ranks_equal_torchs_bits(name: str, backend: str, tmp_path: Path) -> None:
     # Two ranks add two numbers: there is one order only, so bits are equal. 20 steps of two models: a second.
     options = {"plain": OPTIONS["plain"], "views": OPTIONS["views"]}
