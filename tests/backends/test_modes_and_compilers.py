@@ -397,6 +397,8 @@ def test_export_refuses_other_collectives_in_one_sentence() -> None:
     assert run(program, 1) == [[*functions]]
 
 
+# Python 3.14 and torch warn of `torch.jit`.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_jit_trace_refuses_collectives(backend: str) -> None:
     """torch's functions raise a RuntimeError with this phrase."""

@@ -234,7 +234,7 @@ def in_transforms(rank: int, size: int) -> list[Any]:
 
 
 # torch's transforms load modules that use `torch.jit.script`.
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_calls_in_transforms_of_torch_func_give_the_values_of_gloo(tmp_path: Path) -> None:
     for ours, theirs, _ in compared(in_transforms, 2, str(tmp_path / "store")):
         assert ours == theirs
