@@ -68,6 +68,8 @@ _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
 _ADVICE = "start from a checkpoint"
 log = logging.getLogger("torchdist_ref.transports")
+# Ranks that look for failures at intervals of `CHECK_SECONDS`, and the longest interval of more, in these intervals.
+_OFTEN, _SLOWEST = 16, 10.0
 
 
 MOST_MEETING_WITHIN_A_HOST, MOST_MEETING_BETWEEN_HOSTS = 64, 16
@@ -125,6 +127,9 @@ class Link:
         self.rows = StatusRows(self.size, lambda r: StatusRow(segment.bytes_of(r), layout.status_row(r)))
         self.row = self.rows[rank]
         self.peers = tuple(r for r in range(self.size) if r != rank)
+        # A look at the peers takes time for each of them. With 128 thread ranks, looks at the usual interval took all
+        # of it, and ten calls 20 s; at this one 4 s.
+        self._pace = pace(self.size)
         self._posted_semaphores: dict[tuple[str, int], Semaphore] = {}
         self.ready_from = _Semaphores(lambda p: segment.semaphore(layout, "ready", p, rank))
         self.released_by = _Semaphores(lambda p: segment.semaphore(layout, "released", p, rank))
@@ -249,7 +254,7 @@ class Link:
     ) -> None:
         """Sleep until the semaphore is posted; raise if a peer has failed, or at the deadline."""
         deadline, published = monotonic() + seconds, False
-        while not semaphore.acquire(True, max(0.0, min(CHECK_SECONDS, deadline - monotonic()))):
+        while not semaphore.acquire(True, max(0.0, min(CHECK_SECONDS * self._pace, deadline - monotonic()))):
             self.row.set_waiting_for(peer)
             if self.hosts is not None and not published and monotonic() > deadline - seconds / 2:
                 # Ranks of other hosts have only a copy of this row, and need it for their messages at the deadline.
@@ -407,7 +412,8 @@ class Link:
 
     def _awaited_by(self, rank: int) -> int | None:
         # A rank of another host has another clock: its entry does not expire.
-        return self.rows[rank].waiting_for(_WAITING_EXPIRES_SECONDS if self._is_on_this_host(rank) else None)
+        expires = _WAITING_EXPIRES_SECONDS * self._pace if self._is_on_this_host(rank) else None
+        return self.rows[rank].waiting_for(expires)
 
     def _state(self, rank: int) -> str:
         return "has not joined" if self.rows[rank].status == ABSENT else self.rows[rank].describe()
@@ -557,3 +563,12 @@ class Link:
         self.announce_close()
         self.broken = RuntimeError(f"group {self.name!r} was destroyed on rank {self.members[self.rank]}")
         self.liveness.close()
+
+
+def pace(ranks: int) -> float:
+    """Return the time between two looks of a waiting rank at its peers, in intervals of `CHECK_SECONDS`.
+
+    >>> pace(2), pace(64), pace(1024)
+    (1.0, 4.0, 10.0)
+    """
+    return min(max(1.0, ranks / _OFTEN), _SLOWEST)
