@@ -479,14 +479,15 @@ def answer_requests() -> Callable[[], None]:
 
 def _leave() -> None:
     """Dump the calls that no backend has compared, which may have made other ranks fail, and stop listening."""
-    if wants_dumps(os.environ):
-        ranks = {group.global_rank for _, group in recorded_groups() if group.backend not in _COMPARED_ON}
-        dumped = {rank for rank, (_, groups) in _dumped_failures.items() if groups == groups_made(rank)}
-        for rank in sorted(ranks - dumped):
-            try:
-                _write(rank, LEFT, None)
-            except Exception as error:
-                log.warning("flight recorder of rank %d: %r", rank, error)
+    ranks = {group.global_rank for _, group in recorded_groups() if group.backend not in _COMPARED_ON}
+    dumped = {rank for rank, (_, groups) in _dumped_failures.items() if groups == groups_made(rank)}
+    for rank in sorted(ranks - dumped):
+        if not wants_dumps(os.environ):
+            break
+        try:
+            _write(rank, LEFT, None)
+        except Exception as error:
+            log.warning("flight recorder of rank %d: %r", rank, error)
     listener.stop()
 
 
