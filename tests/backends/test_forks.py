@@ -413,7 +413,6 @@ ENDS = {
 }
 
 
-@pytest.mark.long
 def test_no_end_of_a_child_reaches_the_parents_groups(python_with_torch: str, tmp_path: Path) -> None:
     (folder := tmp_path / "folder").mkdir()
     command = [python_with_torch, "-c", OUTLIVE, str(folder), *ENDS]

@@ -188,7 +188,6 @@ def test_survivors_have_time_for_their_dumps_under_the_launcher(python_with_torc
     assert list(read_directory(tmp_path / "dumps").ranks) == [0]
 
 
-@pytest.mark.long
 def test_the_launcher_asks_the_rank_that_the_others_waited_for(python_with_torch: str, tmp_path: Path) -> None:
     """Once it was stopped without a dump, so that the verdict could not show where it was."""
     result, found = launched(LATE, tmp_path, "--no-python", python_with_torch)

@@ -41,7 +41,16 @@ def misfit(fault: Fault) -> str:
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     # Other words may be of parameters.
     unknown = [word for word in re.findall(r"\w+_\w+", expression) if word not in text]
-    return f"no test has the words {unknown}" if unknown else ""
+    if unknown:
+        return f"no test has the words {unknown}"
+    selected = [kind for name, kind in functions(text) if expression and expression in name]
+    return "its tests are all `long`, which are not run" if selected and all(selected) else ""
+
+
+def functions(text: str) -> list[tuple[str, bool]]:
+    """Return the names of test functions, each with whether it is marked as `long`."""
+    found = re.findall(r"((?:^@.*\n(?:^[ )\]}].*\n)*)*)^def (test_\w+)", text, re.MULTILINE)
+    return [(name, "@pytest.mark.long\n" in marks) for marks, name in found]
 
 
 def test_there_are_enough_faults_and_each_has_a_name_of_its_own() -> None:
@@ -53,6 +62,12 @@ def test_quotes_around_the_words_are_refused() -> None:
     """The shell takes them away; here no shell reads the row."""
     quoted = replace(FAULTS[0], tests=f"{Path(__file__).relative_to(PACKAGE.parent)} -k 'fit or name'")
     assert "does not understand" in misfit(quoted)
+
+
+def test_tests_that_are_not_run_are_refused() -> None:
+    """A test was moved to the night, and its fault could no longer be planted by day."""
+    of_the_night = replace(FAULTS[0], tests="tests/backends/test_same_bits.py -k ten_thousand_random")
+    assert "long" in misfit(of_the_night)
 
 
 def test_layout_comments_and_trailing_commas_do_not_matter() -> None:

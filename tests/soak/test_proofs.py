@@ -36,7 +36,6 @@ def test_mesh_sessions_admit_only_ranks_that_know_the_key() -> None:
     assert set(outcome.counts) == set(sessions.PLANS)
 
 
-@pytest.mark.long
 def test_histories_with_killed_and_stopped_clients_are_linearizable() -> None:
     outcome = histories.prove(Limits(8))
     assert (outcome.done, outcome.failures) == (8, [])
