@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -71,7 +70,6 @@ COMPARED = 50
 
 
 # Over a second: many steps, because the order in which ranks call differs only now and then.
-@pytest.mark.long
 def test_several_buckets_equal_one_process(tmp_path: Path) -> None:
     steps = 200
     alone, buckets, _ = trained(1, tmp_path / "alone", COMPARED)[0]

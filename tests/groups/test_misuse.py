@@ -89,7 +89,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     return run(program, 2, path, ranks="processes", timeout=100.0)
 
 
-@pytest.mark.long
 def test_misuse_raises_what_torch_raises(answers: list[list[Any]]) -> None:
     wrong = [
         f"rank {rank}, {name}: torch raises {kinds[0]}, ours {ours[:1] or 'nothing'}: {words[:200]}"

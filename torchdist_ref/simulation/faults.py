@@ -1,8 +1,8 @@
 """Faults of a simulation: what the plan does to ranks and to the network, and when.
 
 A fault occurs at a virtual time, or before the n-th operation of a rank that others can notice (a request to a store, a
-post of a semaphore, a wait for one, a sleep), counted from 1. A rank's own locks and queues are none: whether it dies
-before one or after it is the same to others. Do not add how the library notices faults: that is its own code.
+post of a semaphore, a wait for one, a sleep), counted from 1. A rank's own locks and queues are not counted: whether it
+dies before or after one is the same to others. Do not add how the library notices faults: that is its own code.
 """
 
 from __future__ import annotations

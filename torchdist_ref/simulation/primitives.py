@@ -488,19 +488,18 @@ _OF_PYTHON = (
 
 
 _LIBRARY, _SIMULATION = __name__.partition(".")[0], __name__.rpartition(".")[0]
-_listed: list[Any] = [0, []]
-"""Number of modules of the process, and those of them in which names are replaced."""
+_listed: list[list[str]] = [[], []]
+"""Names of all modules of the process, and of those in which names are replaced."""
 _found: dict[ModuleType, tuple[int, tuple[str, ...]]] = {}
 """Names to replace in modules other than the program's, with the number of names that the module had."""
 
 
 def _modules() -> Sequence[ModuleType]:
-    """Return the modules in which names are replaced, apart from the program's; looked for again if there are more."""
-    if _listed[0] != len(sys.modules):
-        own = [name for name in sys.modules if name.startswith(_LIBRARY) and not name.startswith(_SIMULATION)]
-        _listed[:] = len(sys.modules), [sys.modules[name] for name in (*_OF_PYTHON, *own) if name in sys.modules]
-    modules: list[ModuleType] = _listed[1]
-    return modules
+    """Return the modules in which names are replaced, apart from the program's; chosen again once others are loaded."""
+    if _listed[0] != (names := [*sys.modules]):
+        own = [name for name in names if name.startswith(_LIBRARY) and not name.startswith(_SIMULATION)]
+        _listed[:] = names, [name for name in (*_OF_PYTHON, *own) if name in sys.modules]
+    return [sys.modules[name] for name in _listed[1]]
 
 
 def _names(module: ModuleType) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ class Link:
         self.row = self.rows[rank]
         self.peers = tuple(r for r in range(self.size) if r != rank)
         # A look at the peers takes time for each of them. With 128 thread ranks, looks at the usual interval took all
-        # of it, and ten calls 20 s; at this one 4 s.
+        # of it, and ten calls took 20 s; at this one they take 3 s.
         self._pace = pace(self.size)
         self._posted_semaphores: dict[tuple[str, int], Semaphore] = {}
         self.ready_from = _Semaphores(lambda p: segment.semaphore(layout, "ready", p, rank))
